@@ -1,0 +1,185 @@
+"""`ZenFlowConfig`: every setting of the algorithm, documented and validated in this one place."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Optional, Union
+
+AUTO_UPDATE_INTERVAL_STEPS = 4
+"""What `update_interval="auto"` stands for until intervals are tuned while training."""
+
+AUTO_SELECT_INTERVAL_STEPS = 64
+"""What `select_interval="auto"` stands for (in steps) until intervals are tuned while training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZenFlowConfig:
+    """Settings of ZenFlow; the keys of DeepSpeed's `"zenflow"` block keep their names and meaning.
+
+    Raises:
+        TypeError: A field has the wrong type. The message names field, value and remedy.
+        ValueError: A field is out of range, or two fields contradict each other. Likewise.
+    """
+
+    topk_ratio: float = 0.1
+    """Share of each matrix's columns that live on the device and are updated there at every step, from 0 (none) to 1
+    (all). Costs 14 bytes of device memory per selected element."""
+
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    """Unit of `select_interval`: `step`, or `epoch` (length taken from the Trainer). `auto` leaves the choice to the
+    package and needs `select_interval: auto`."""
+
+    select_interval: Union[int, Literal["auto"]] = "auto"
+    """How often columns are selected anew, in the unit of `select_strategy`. `auto` is 64 steps (with
+    `select_strategy: epoch`, 1 epoch)."""
+
+    update_interval: Union[int, Literal["auto"]] = "auto"
+    """Every deferred element is updated once in this many steps. `auto` is 4."""
+
+    overlap_step: bool = True
+    """Let the host update one block while the device computes the next step. `false` waits for the host at every
+    step."""
+
+    offload: bool = False
+    """Keep the optimizer state of the selected columns on the host too. Not supported yet: must be `false`."""
+
+    auto_ratio: float = 0.99
+    """Share of gradient mass that the selected columns must hold, from 0 to 1: upper bound for an automatic
+    `update_interval`. Automatic intervals are fixed for now, so only the default is accepted."""
+
+    full_warm_up_rounds: int = 0
+    """First steps in which every weight is updated synchronously and nothing is selected."""
+
+    pt_reserved_cores_perc: float = 0.5
+    """Share of this process's cores left to PyTorch, from 0 to 1; the background process runs on the others. The
+    trainer's own affinity is never changed."""
+
+    look_ahead: bool = True
+    """Show the device each deferred weight extrapolated along its last move, to the middle of the time it stays
+    visible. The fp32 master is never extrapolated."""
+
+    deferred_lr_scale: Literal["linear", "sqrt", "none"] = "linear"
+    """Learning rate of one update that stands for n steps: the sum of their n rates (`linear`), that sum divided by
+    the square root of n (`sqrt`), or their mean (`none`)."""
+
+    worker_cores: Optional[list[int]] = None
+    """Cores of the background process of this rank, as the system numbers them; overrides
+    `pt_reserved_cores_perc`. Only for one rank per machine."""
+
+    worker_timeout_secs: float = 300.0
+    """How long the trainer waits for the background process before it gives up with an error, in seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc"):
+            self._check_ratio(name)
+        for name in ("overlap_step", "offload", "look_ahead"):
+            self._require(name, isinstance(getattr(self, name), bool), "true or false", TypeError)
+        self._require("select_strategy", self.select_strategy in ("auto", "step", "epoch"), "auto, step or epoch")
+        self._require("deferred_lr_scale", self.deferred_lr_scale in ("linear", "sqrt", "none"), "linear, sqrt or none")
+        for name in ("select_interval", "update_interval"):
+            self._check_interval(name)
+        self._check_count("full_warm_up_rounds")
+        self._check_worker()
+        self._check_contradictions()
+
+    def _require(self, name: str, holds: bool, rule: str, error: type[Exception] = ValueError, remedy: str = "") -> None:
+        if not holds:
+            hint = f" {remedy}" if remedy else ""
+            raise error(f"`{name}` must be {rule}, got {getattr(self, name)!r}.{hint}")
+
+    def _check_ratio(self, name: str) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        self._require(name, number, "a number from 0 to 1", TypeError)
+        self._require(name, 0 <= value <= 1, "a number from 0 to 1", remedy="0.1 means ten percent.")
+
+    def _check_interval(self, name: str) -> None:
+        value = getattr(self, name)
+        if value == "auto":
+            return
+        rule = 'a whole number of at least 1, or "auto"'
+        self._require(name, isinstance(value, int) and not isinstance(value, bool), rule, TypeError)
+        self._require(name, value >= 1, rule)
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        rule = "a whole number of steps, 0 or more"
+        self._require(name, isinstance(value, int) and not isinstance(value, bool), rule, TypeError)
+        self._require(name, value >= 0, rule)
+
+    def _check_worker(self) -> None:
+        seconds = self.worker_timeout_secs
+        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        self._require("worker_timeout_secs", number, "a number of seconds above 0", TypeError)
+        self._require("worker_timeout_secs", 0 < seconds < math.inf, "a number of seconds above 0")
+        cores = self.worker_cores
+        if cores is None:
+            return
+        rule = "a list of different core numbers, 0 or more"
+        whole = isinstance(cores, (list, tuple)) and all(type(core) is int for core in cores)
+        self._require("worker_cores", whole, rule, TypeError)
+        self._require("worker_cores", len(cores) > 0 and min(cores) >= 0 and len(set(cores)) == len(cores), rule)
+
+    def _check_contradictions(self) -> None:
+        self._require("offload", not self.offload, "false (true is not supported yet)", NotImplementedError)
+        automatic = self.select_strategy != "auto" or self.select_interval == "auto"
+        self._require(
+            "select_interval",
+            automatic,
+            '"auto" while `select_strategy` is "auto"',
+            remedy='Set `select_strategy` to "step" or "epoch" to give the interval yourself.',
+        )
+        # With a fixed update_interval the key has no meaning, in DeepSpeed's own ZenFlow neither.
+        self._require(
+            "auto_ratio",
+            self.auto_ratio == 0.99 or self.update_interval != "auto",
+            '0.99 while `update_interval` is "auto" (other values are not supported yet)',
+            NotImplementedError,
+            remedy="Give `update_interval` a whole number, or leave `auto_ratio` out.",
+        )
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> ZenFlowConfig:
+        """Builds a config from a mapping such as DeepSpeed's `"zenflow"` block.
+
+        Raises:
+            TypeError: `settings` is no mapping, or a field has the wrong type.
+            ValueError: A key is unknown (the message names it and the closest known one), or a field is refused.
+        """
+        if not isinstance(settings, Mapping):
+            raise TypeError(f"`zenflow` must be a mapping of settings, got {settings!r}. Write `zenflow: {{...}}`.")
+        known = [field.name for field in fields(cls)]
+        for key in settings:
+            if key == "steps_per_epoch":
+                raise ValueError("`zenflow.steps_per_epoch` must be left out: it comes from the Trainer. Remove the key.")
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"Did you mean `{close[0]}`?" if close else f"Known keys: {', '.join(known)}."
+                raise ValueError(f"`zenflow` has no key `{key}`. {hint}")
+        return cls(**settings)
+
+    def update_interval_steps(self) -> int:
+        """The update interval `U` in steps, with `auto` resolved."""
+        return AUTO_UPDATE_INTERVAL_STEPS if self.update_interval == "auto" else self.update_interval
+
+    def select_interval_steps(self, steps_per_epoch: Optional[int]) -> int:
+        """The selection interval in steps, with `auto` and epochs resolved.
+
+        Args:
+            steps_per_epoch: Optimizer steps in one epoch of this run, or `None` if the data loader has no length.
+
+        Raises:
+            ValueError: The interval is in epochs and an epoch has no length.
+        """
+        if self.select_strategy != "epoch":
+            return AUTO_SELECT_INTERVAL_STEPS if self.select_interval == "auto" else self.select_interval
+        if steps_per_epoch is None:
+            raise ValueError(
+                "`select_strategy` must be step for a data loader without a length, got 'epoch'. Set `select_strategy: step`"
+                " and `select_interval` to a number of steps."
+            )
+        epochs = 1 if self.select_interval == "auto" else self.select_interval
+        return max(1, epochs * steps_per_epoch)
