@@ -32,11 +32,11 @@ class ZenFlowConfig:
     """Unit of `select_interval`: `step`, or `epoch` (length taken from the Trainer). `auto` leaves the choice to the
     package and needs `select_interval: auto`."""
 
-    select_interval: Union[int, Literal["auto"]] = "auto"
+    select_interval: int | Literal["auto"] = "auto"
     """How often columns are selected anew, in the unit of `select_strategy`. `auto` is 64 steps (with
     `select_strategy: epoch`, 1 epoch)."""
 
-    update_interval: Union[int, Literal["auto"]] = "auto"
+    update_interval: int | Literal["auto"] = "auto"
     """Every deferred element is updated once in this many steps. `auto` is 4."""
 
     overlap_step: bool = True
@@ -65,7 +65,7 @@ class ZenFlowConfig:
     """Learning rate of one update that stands for n steps: the sum of their n rates (`linear`), that sum divided by
     the square root of n (`sqrt`), or their mean (`none`)."""
 
-    worker_cores: Optional[list[int]] = None
+    worker_cores: list[int] | None = None
     """Cores of the background process of this rank, as the system numbers them; overrides
     `pt_reserved_cores_perc`. Only for one rank per machine."""
 
@@ -85,7 +85,9 @@ class ZenFlowConfig:
         self._check_worker()
         self._check_contradictions()
 
-    def _require(self, name: str, holds: bool, rule: str, error: type[Exception] = ValueError, remedy: str = "") -> None:
+    def _require(
+        self, name: str, holds: bool, rule: str, error: type[Exception] = ValueError, remedy: str = ""
+    ) -> None:
         if not holds:
             hint = f" {remedy}" if remedy else ""
             raise error(f"`{name}` must be {rule}, got {getattr(self, name)!r}.{hint}")
@@ -154,7 +156,9 @@ class ZenFlowConfig:
         known = [field.name for field in fields(cls)]
         for key in settings:
             if key == "steps_per_epoch":
-                raise ValueError("`zenflow.steps_per_epoch` must be left out: it comes from the Trainer. Remove the key.")
+                raise ValueError(
+                    "`zenflow.steps_per_epoch` must be left out: it comes from the Trainer. Remove the key."
+                )
             if key not in known:
                 close = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"Did you mean `{close[0]}`?" if close else f"Known keys: {', '.join(known)}."
@@ -165,7 +169,7 @@ class ZenFlowConfig:
         """The update interval `U` in steps, with `auto` resolved."""
         return AUTO_UPDATE_INTERVAL_STEPS if self.update_interval == "auto" else self.update_interval
 
-    def select_interval_steps(self, steps_per_epoch: Optional[int]) -> int:
+    def select_interval_steps(self, steps_per_epoch: int | None) -> int:
         """The selection interval in steps, with `auto` and epochs resolved.
 
         Args:

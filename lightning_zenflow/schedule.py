@@ -24,7 +24,7 @@ class StepPlan:
 
     step: int
     reselect: bool
-    block: Optional[int]
+    block: int | None
     lag: int
     look_ahead: float
 
@@ -42,7 +42,7 @@ class Schedule:
     """
 
     update_interval: int
-    select_interval: Optional[int]
+    select_interval: int | None
     warm_up_steps: int = 0
     overlap: bool = True
     look_ahead: bool = True

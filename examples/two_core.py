@@ -1,0 +1,159 @@
+"""Offloaded training on two cores: one plays the accelerator, the other the host.
+
+    python examples/two_core.py                      # all modes, three repeats, ratios
+    python examples/two_core.py --mode zenflow       # one mode in this process
+
+Modes: `compute` (forward and backward alone, the limit), `zero_offload` (DeepSpeed ZeRO-2 with its CPU Adam, needs a
+compiler), `ds_zenflow` (DeepSpeed's own ZenFlow, overlapped; speed only), `zenflow` (this package). A 67 M-parameter MLP,
+32 tokens a step, bf16, update interval 4. Run it on an idle machine and compare ratios of one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+MODES = ("compute", "zero_offload", "ds_zenflow", "zenflow")
+WARM_UP_STEPS = 8
+
+
+def build_model(width: int = 1024, depth: int = 8) -> torch.nn.Sequential:
+    blocks = [
+        (torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)) for _ in range(depth)
+    ]
+    return torch.nn.Sequential(*[layer for block in blocks for layer in block])
+
+
+def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float) -> Any:
+    import deepspeed
+
+    deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1"
+    )
+    deepspeed.init_distributed("gloo", verbose=False)
+    zero: dict[str, Any] = {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "reduce_bucket_size": 20_000_000,
+        "allgather_bucket_size": 20_000_000,
+    }
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    if mode == "zenflow":
+        from lightning_zenflow import ZenFlowConfig, ds_config
+        from lightning_zenflow.optimizer import ZenFlowAdamW
+        from lightning_zenflow.zero.install import installed
+        from lightning_zenflow.zero.stage12 import RunSettings
+
+        settings = ZenFlowConfig(
+            topk_ratio=topk_ratio, select_strategy="step", select_interval=1000, update_interval=4, worker_cores=[1]
+        )
+        ds_config.complete(config)
+        optimizer = ZenFlowAdamW(model.parameters(), lr=1e-5)
+        with installed(RunSettings(settings, 1000, worker_cores=[1])):
+            return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
+    if mode == "ds_zenflow":
+        zero["zenflow"] = {
+            "topk_ratio": topk_ratio,
+            "select_strategy": "step",
+            "select_interval": 1000,
+            "update_interval": 4,
+            "overlap_step": True,
+            "full_warm_up_rounds": 0,
+        }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def measure(mode: str, tokens: int, steps: int, topk_ratio: float) -> dict[str, float]:
+    """Step times of one mode, in milliseconds, without the first eight steps."""
+    torch.set_num_threads(1)
+    if mode == "zenflow":
+        os.sched_setaffinity(
+            0, {0}
+        )  # core 0 plays the accelerator, core 1 the host, as DeepSpeed's ZenFlow does itself
+    torch.manual_seed(0)
+    model = build_model()
+    engine: Any = model.bfloat16() if mode == "compute" else build_engine(mode, model, topk_ratio)
+    x = torch.randn(tokens, 1024).bfloat16()
+    times, stalls = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        loss = engine(x).float().pow(2).mean()
+        if mode == "compute":
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+        else:
+            engine.backward(loss)
+            engine.step()
+        times.append(1e3 * (time.perf_counter() - start))
+        if mode == "zenflow":
+            stalls.append(1e3 * engine.optimizer.shard.stats.update_stall_secs)
+    if mode == "ds_zenflow":
+        engine.optimizer.process.kill()
+    if mode == "zenflow":
+        engine.destroy()
+    counted = times[WARM_UP_STEPS:]
+    median = statistics.median(counted)
+    stall = statistics.fmean(stalls[WARM_UP_STEPS:]) if stalls else 0.0
+    return {"mean": statistics.fmean(counted), "median": median, "max_to_median": max(counted) / median, "stall": stall}
+
+
+def compare(modes: list[str], repeats: int, arguments: list[str]) -> dict[str, dict[str, float]]:
+    """Runs every mode in a process of its own, in turn, and takes medians over the repeats."""
+    runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    for _ in range(repeats):
+        for mode in modes:
+            command = [sys.executable, __file__, "--mode", mode, "--json", *arguments]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+            if done.returncode:
+                raise RuntimeError(f"mode {mode} failed:\n{done.stderr[-3000:]}")
+            runs[mode].append(json.loads(done.stdout.strip().splitlines()[-1]))
+    return {
+        mode: {key: statistics.median(run[key] for run in results) for key in results[0]}
+        for mode, results in runs.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=MODES, help="measure one mode in this process")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to compare")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--topk-ratio", type=float, default=0.1)
+    parser.add_argument("--json", action="store_true", help="print one JSON line")
+    args = parser.parse_args()
+    if args.mode:
+        result = measure(args.mode, args.tokens, args.steps, args.topk_ratio)
+        print(json.dumps(result) if args.json else result, flush=True)
+        return
+    passed_on = ["--tokens", str(args.tokens), "--steps", str(args.steps), "--topk-ratio", str(args.topk_ratio)]
+    table = compare(args.modes, args.repeats, passed_on)
+    ours = table.get("zenflow", {}).get("mean")
+    print(f"{'mode':14}{'mean ms':>9}{'median ms':>11}{'max/median':>12}{'stall ms':>10}{'to zenflow':>12}")
+    for mode, row in table.items():
+        ratio = f"{row['mean'] / ours:.2f}x" if ours else ""
+        print(
+            f"{mode:14}{row['mean']:9.0f}{row['median']:11.0f}{row['max_to_median']:12.2f}{row['stall']:10.1f}{ratio:>12}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""Train models whose optimizer state lives in host memory, without the accelerator waiting for the host.
+
+Importing this package registers the strategies `zenflow`, `zenflow_stage_1` and `zenflow_stage_2` with Lightning
+(`lightning.pytorch`; the separate package `pytorch_lightning` has classes of its own and does not see them).
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_zenflow.callbacks import StallMonitor
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.optimizer import ZenFlowAdamW
+from lightning_zenflow.stats import StepStats
+from lightning_zenflow.strategy import ZenFlowStrategy
+
+__version__ = "0.1.0"
+
+__all__ = ["StallMonitor", "StepStats", "ZenFlowAdamW", "ZenFlowConfig", "ZenFlowStrategy"]
+
+ZenFlowStrategy.register_strategies(StrategyRegistry)

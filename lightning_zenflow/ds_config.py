@@ -1,0 +1,120 @@
+"""DeepSpeed's JSON config: what is taken from it, what ZenFlow needs in it, and what is refused by name.
+
+Plain dicts in, plain dicts out; DeepSpeed itself is not needed here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Optional
+
+# Path of a key in the config, the values that are fine besides leaving it out, and why others are not.
+_REFUSED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
+    (
+        ("zero_optimization", "offload_optimizer", "device"),
+        ("cpu", "none", None),
+        "ZenFlow keeps its state in host memory",
+    ),
+    (("zero_optimization", "offload_optimizer", "ratio"), (1, 1.0), "ZenFlow decides itself what stays on the device"),
+    (("zero_optimization", "offload_optimizer", "super_offload"), (False,), "it is another optimizer"),
+    (("zero_optimization", "offload_param", "device"), ("none", None), "parameters are offloaded by ZeRO-3 only"),
+    (("zero_optimization", "zero_quantized_gradients"), (False,), "quantized gradients are not supported yet"),
+    (("zero_optimization", "compute_grad_norm"), (True,), "clipping and skipping need the norm"),
+    (("fp16", "fp16_master_weights_and_grads"), (False,), "masters are fp32"),
+    (("bf16", "bf16_master_weights_and_grads"), (False,), "masters are fp32"),
+    (("bf16", "bf16_optimizer_states"), (False,), "moments are fp32"),
+    (("torch_autocast", "enabled"), (False,), "set the Trainer's `precision` instead"),
+    (("tensor_parallel", "autotp_size"), (0, 1), "tensor parallelism is not supported"),
+    (("pipeline", "stages"), (None, 1, "auto"), "pipeline parallelism is not supported"),
+    (("managed_gradient_accumulation",), (True,), "Lightning accumulates"),
+    (("hybrid_engine", "enabled"), (False,), "it is not supported"),
+)
+
+
+def take_zenflow_block(config: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """A copy of `config` without its `"zenflow"` block, and the block.
+
+    DeepSpeed must not see the block, since its own ZenFlow would start.
+
+    Raises:
+        ValueError: The block stands outside `"zero_optimization"`, where DeepSpeed would not read it either.
+    """
+    config = copy.deepcopy(dict(config))
+    if "zenflow" in config:
+        raise ValueError('`zenflow` must be inside "zero_optimization" in the DeepSpeed config. Move the block there.')
+    zero = config.get("zero_optimization")
+    block = zero.pop("zenflow", None) if isinstance(zero, dict) else None
+    return config, block
+
+
+def complete(config: dict[str, Any]) -> None:
+    """Checks a DeepSpeed config (without its `"zenflow"` block) and adds, in place, what ZenFlow needs.
+
+    Raises:
+        ValueError: A key contradicts ZenFlow.
+        NotImplementedError: ZeRO stage 3 is asked for.
+    """
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict):
+        raise ValueError(
+            f'`zero_optimization` must be a mapping with "stage" 1 or 2, got {zero!r}. ZenFlow is part of ZeRO.'
+        )
+    stage = zero.get("stage", 2)
+    if stage == 3:
+        raise NotImplementedError("`stage` must be 1 or 2, got 3. ZeRO-3 is not supported yet.")
+    if stage not in (1, 2) or isinstance(stage, bool):
+        raise ValueError(f"`stage` must be 1 or 2, got {stage!r}. ZenFlow is part of ZeRO.")
+    for path, allowed, reason in _REFUSED:
+        value = _look_up(config, path, default=allowed[0])
+        if not any(value is good or value == good for good in allowed):
+            raise ValueError(
+                f"`{'.'.join(path)}` must be {' or '.join(map(repr, allowed))} with ZenFlow, got {value!r}: {reason}."
+                " Change or remove the key."
+            )
+    zero["stage"] = stage
+    # The arena page-locks its own exchange region; DeepSpeed's buffers are given up right after start.
+    zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    config["zero_force_ds_cpu_optimizer"] = False
+    config["zero_allow_untested_optimizer"] = True
+
+
+def _look_up(config: Mapping[str, Any], path: tuple[str, ...], default: Any) -> Any:
+    value: Any = config
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return value
+
+
+def optimizer_settings(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `ZenFlowAdamW` from a DeepSpeed `"optimizer"` block.
+
+    Raises:
+        ValueError: The type, or a parameter of it, is not supported.
+    """
+    kind, params = str(block.get("type", "")), dict(block.get("params", {}))
+    if kind.lower() not in ("adam", "adamw"):
+        raise ValueError(
+            f'`optimizer.type` must be "Adam" or "AdamW" with ZenFlow, got {kind!r}. Change the DeepSpeed config.'
+        )
+    # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode says otherwise, and only torch's AdamW decays by default.
+    decoupled = params.pop("adam_w_mode", True) or kind.lower() == "adamw"
+    default_decay = 0.01 if params.pop("torch_adam", False) and decoupled else 0.0
+    params.pop("foreach", None)  # changes torch's speed, not its maths
+    settings: dict[str, Any] = {
+        "decoupled_weight_decay": bool(decoupled),
+        "weight_decay": params.pop("weight_decay", default_decay),
+    }
+    for flag, value in (("amsgrad", False), ("bias_correction", True), ("fp32_optimizer_states", True)):
+        if bool(params.pop(flag, value)) != value:
+            raise ValueError(f"`optimizer.params.{flag}` must be {value} with ZenFlow. Remove the key.")
+    for name in ("lr", "betas", "eps"):
+        if name in params:
+            settings[name] = tuple(params.pop(name)) if name == "betas" else params.pop(name)
+    if params:
+        raise ValueError(
+            f"`optimizer.params` has unknown key `{next(iter(params))}`. Remove it from the DeepSpeed config."
+        )
+    return settings

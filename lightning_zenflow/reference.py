@@ -1,0 +1,281 @@
+"""The algorithm of DESIGN sections 2.1 to 2.3 (after ZenFlow, arXiv 2505.12242) in slow, obvious, single-process fp32.
+
+Everything else in the package is compared with this file, so it shares nothing with the rest but `schedule.py`: no shards,
+no queue, no device, and the AdamW equations written out. Every tensor of a parameter is whole; which elements are selected
+and which block an element belongs to are masks. Weights are fp32 throughout: rounding to 16 bits is not stated here.
+
+Where we deviate from the paper: deferred elements are updated block by block instead of all at every U-th step, one update
+stands for n steps, and the device is shown an extrapolated weight (DESIGN section 2.2 says why).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.schedule import Schedule, block_range
+
+
+@dataclass
+class ParameterState:
+    """All that is known of one parameter; tensors are `[rows, cols]` for a matrix, else in the parameter's own shape.
+
+    Selected and deferred elements share these tensors, so master and moments move with their column by themselves.
+
+    Attributes:
+        shape: The parameter's own shape.
+        group: Index of its parameter group.
+        block: int64, the block of each element.
+        master: fp32 master weight.
+        visible: fp32 weight as the device shows it.
+        exp_avg: fp32 first moment m.
+        exp_avg_sq: fp32 second moment v.
+        accumulated: fp32 sum `a` of the clipped gradients a deferred element holds; 0 where selected.
+        columns: int64, selected columns in ascending order; empty for a vector, which is selected as a whole.
+        selected: bool, whether an element is selected.
+    """
+
+    shape: torch.Size
+    group: int
+    block: Tensor
+    master: Tensor
+    visible: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    accumulated: Tensor
+    columns: Tensor
+    selected: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, group: int, block: Tensor) -> ParameterState:
+        """The state before the first step: every vector selected, no column of any matrix."""
+        vector = weight.dim() < 2
+        shape = weight.shape if vector else (weight.shape[0], math.prod(weight.shape[1:]))
+        master = weight.detach().to(torch.float32, copy=True).reshape(shape)
+        return cls(
+            shape=weight.shape,
+            group=group,
+            block=block.reshape(shape),
+            master=master,
+            visible=master.clone(),
+            exp_avg=torch.zeros_like(master),
+            exp_avg_sq=torch.zeros_like(master),
+            accumulated=torch.zeros_like(master),
+            columns=torch.empty(0, dtype=torch.long),
+            selected=torch.full_like(master, vector, dtype=torch.bool),
+        )
+
+
+def block_of_elements(sizes: Sequence[tuple[int, int]], *, ranks: int, blocks: int) -> list[Tensor]:
+    """The block of every element of every parameter.
+
+    ZeRO concatenates the flattened parameters of a group, pads them to a multiple of `2 * ranks` and cuts the result into
+    `ranks` equal partitions. A rank's shard is its partitions of all groups in a row, padding included; blocks are ranges
+    of that shard (DESIGN section 2.1). So vectors and padding take up room in a block, and a boundary may cut a row.
+
+    Args:
+        sizes: `(numel, group)` of each parameter, in order.
+        ranks: The ZeRO world size.
+        blocks: `U`.
+
+    Returns:
+        One flat int64 tensor of `numel` elements for each parameter.
+    """
+    group_numels = [
+        sum(n for n, g in sizes if g == group) for group in range(1 + max((g for _, g in sizes), default=0))
+    ]
+    partition_numels = [math.ceil(numel / (2 * ranks)) * 2 for numel in group_numels]
+    block_in_shard = torch.empty(sum(partition_numels), dtype=torch.long)
+    for block in range(blocks):
+        start, stop = block_range(len(block_in_shard), blocks, block)
+        block_in_shard[start:stop] = block
+    result = []
+    offsets = [0] * len(group_numels)  # where the next parameter starts in its flat group
+    for numel, group in sizes:
+        in_group = torch.arange(offsets[group], offsets[group] + numel)
+        in_partition = in_group % max(1, partition_numels[group])
+        result.append(block_in_shard[sum(partition_numels[:group]) + in_partition])
+        offsets[group] += numel
+    return result
+
+
+class ZenFlowReference:
+    """ZenFlow on a list of parameters: give it gradients, it says what the device shows.
+
+    Args:
+        parameters: `(name, initial weight, group index)` in the order of the groups' parameters. Weights are copied.
+        groups: `lr`, `betas`, `eps`, `weight_decay` and optionally `decoupled_weight_decay` (default `True`, AdamW; `False`
+            is Adam's L2 term). Read anew at each step: a scheduler may change them in place.
+        schedule: When things happen. Where it plans a re-selection there is a barrier, even if `topk_ratio` is 0.
+        topk_ratio: Share of a matrix's columns that are selected.
+        deferred_lr_scale: Rate of one update for n steps: `linear` (sum of n rates), `sqrt` (sum / sqrt(n)), `none` (mean).
+        clip_norm: Largest global gradient norm; 0 or `None` clips nothing.
+        ranks: ZeRO world size. Only the cut into blocks depends on it.
+
+    Attributes:
+        states: The state of each parameter, by name.
+        clock: Applied steps so far.
+        skipped_steps: Steps not applied because the gradient norm was not finite.
+        grad_norm: Global gradient norm of the last call of `step`, before clipping.
+        held: For each block, how many steps' gradients it holds.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor, int]],
+        groups: Sequence[dict[str, Any]],
+        schedule: Schedule,
+        *,
+        topk_ratio: float,
+        deferred_lr_scale: str = "linear",
+        clip_norm: float | None = None,
+        ranks: int = 1,
+    ) -> None:
+        self.groups, self.schedule = groups, schedule
+        self.topk_ratio, self.deferred_lr_scale, self.clip_norm = topk_ratio, deferred_lr_scale, clip_norm
+        blocks = schedule.update_interval
+        sizes = [(weight.numel(), group) for _, weight, group in parameters]
+        cuts = block_of_elements(sizes, ranks=ranks, blocks=blocks)
+        self.states = {n: ParameterState.of(w, g, cut) for (n, w, g), cut in zip(parameters, cuts, strict=True)}
+        self.clock, self.skipped_steps, self.grad_norm = 0, 0, 0.0
+        self.held = [0] * blocks
+        self._lr_sums = [[0.0] * blocks for _ in groups]
+        self._in_flight: list[
+            tuple[int, ParameterState, Tensor, Tensor]
+        ] = []  # due step, where, which elements, values
+
+    def weights(self, name: str) -> Tensor:
+        """The fp32 weights the device shows, in the parameter's shape (a copy)."""
+        return self.states[name].visible.clone().reshape(self.states[name].shape)
+
+    def masters(self, name: str) -> Tensor:
+        """The fp32 masters, in the parameter's shape (a copy)."""
+        return self.states[name].master.clone().reshape(self.states[name].shape)
+
+    def selected_columns(self, name: str) -> Tensor:
+        """The selected columns of a matrix, int64, ascending; empty in warm-up and for vectors."""
+        return self.states[name].columns.clone()
+
+    @torch.no_grad()
+    def step(self, grads: Mapping[str, Tensor | None]) -> bool:
+        """One optimizer step.
+
+        Args:
+            grads: The averaged, unscaled fp32 gradient of each parameter: over ranks, and over the micro-batches of
+                gradient accumulation, averaged by the caller. `None` or missing is a zero gradient: there is one clock, so
+                moments and weights decay as everywhere else.
+
+        Returns:
+            Whether the step was applied. If the norm is not finite nothing changes and the clock stands still.
+
+        Raises:
+            KeyError: `grads` names a parameter that does not exist.
+        """
+        unknown = set(grads) - set(self.states)
+        if unknown:
+            raise KeyError(
+                f"`grads` must name known parameters, got {sorted(unknown)}. Known: {', '.join(self.states)}."
+            )
+        gradients = {}
+        for name, state in self.states.items():
+            grad = grads.get(name)
+            gradients[name] = torch.zeros_like(state.master) if grad is None else grad.reshape(state.master.shape)
+        # One norm over selected and deferred together: clipping must not depend on what is selected.
+        squares = [gradient.double().square().sum().item() for gradient in gradients.values()]
+        self.grad_norm = math.sqrt(sum(squares))
+        if not math.isfinite(self.grad_norm):
+            self.skipped_steps += 1
+            return False
+        clip_factor = min(1.0, self.clip_norm / (self.grad_norm + 1e-6)) if self.clip_norm else 1.0
+        plan = self.schedule.plan(self.clock + 1)
+        if plan.reselect:  # a barrier; the clock still shows the last step whose gradient the blocks hold
+            self.settle()
+            self._select(gradients)
+        self.clock = plan.step
+
+        for name, state in self.states.items():
+            gradient = clip_factor * gradients[name]
+            at_once = state.selected if plan.block is not None else torch.ones_like(state.selected)
+            self._adamw(state, at_once, gradient, self.groups[state.group]["lr"], steps=1)
+            state.visible[at_once] = state.master[at_once]
+            # a = a + clip_factor * g
+            state.accumulated[~at_once] += gradient[~at_once]
+        if plan.block is not None:
+            self.held = [n + 1 for n in self.held]
+            for sums, settings in zip(self._lr_sums, self.groups, strict=True):
+                sums[:] = [lr_sum + settings["lr"] for lr_sum in sums]
+            for state, updated, before in self._update_block(plan.block):
+                # what the device will see = w + alpha * (w - w_before); the master stays w
+                shown = state.master + plan.look_ahead * (state.master - before)
+                self._in_flight.append((plan.step + plan.lag, state, updated, shown))
+            self._arrive()
+        return True
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Applies every gradient held and shows the masters: before a re-selection and at the end of training."""
+        for block, steps in enumerate(self.held):
+            if steps > 0:
+                self._update_block(block)
+        self._in_flight.clear()  # older than the masters that now replace it
+        for state in self.states.values():
+            state.visible = state.master.clone()
+
+    def _arrive(self) -> None:
+        """Shows the device each block that is due at the end of this step; no mask holds a selected element."""
+        for due, state, updated, shown in self._in_flight:
+            if due == self.clock:
+                state.visible[updated] = shown[updated]
+        self._in_flight = [arrival for arrival in self._in_flight if arrival[0] > self.clock]
+
+    def _select(self, gradients: Mapping[str, Tensor]) -> None:
+        """Selects the columns with the largest squared norm of this step's gradient (DESIGN section 2.3)."""
+        for name, state in self.states.items():
+            if len(state.shape) < 2 or self.topk_ratio == 0:
+                continue
+            score = gradients[name].square().sum(0)
+            count = max(1, round(self.topk_ratio * len(score)))
+            # A stable sort leaves equal scores in the order of their columns: ties go to the lower index.
+            state.columns = score.sort(descending=True, stable=True).indices[:count].sort().values
+            state.selected = torch.zeros_like(state.selected)
+            state.selected[:, state.columns] = True
+
+    def _update_block(self, block: int) -> list[tuple[ParameterState, Tensor, Tensor]]:
+        """One AdamW step for the n >= 1 steps that `block` holds.
+
+        Returns:
+            For each parameter: its state, which elements were updated (bool), and the masters before (fp32).
+        """
+        steps, moved = self.held[block], []
+        divisor = {"linear": 1.0, "sqrt": math.sqrt(steps), "none": float(steps)}[self.deferred_lr_scale]
+        for state in self.states.values():
+            updated = (state.block == block) & ~state.selected
+            moved.append((state, updated, state.master.clone()))
+            lr = self._lr_sums[state.group][block] / divisor
+            self._adamw(state, updated, state.accumulated / steps, lr, steps=steps)
+            state.accumulated[updated] = 0
+        self.held[block] = 0
+        for sums in self._lr_sums:
+            sums[block] = 0.0
+        return moved
+
+    def _adamw(self, state: ParameterState, mask: Tensor, gradient: Tensor, lr: float, *, steps: int) -> None:
+        """AdamW (arXiv 1711.05101) on the elements in `mask`, standing for `steps` steps and ending at the clock."""
+        settings = self.groups[state.group]
+        w, m, v, g = (x[mask] for x in (state.master, state.exp_avg, state.exp_avg_sq, gradient))
+        beta1, beta2 = settings["betas"]
+        if settings.get("decoupled_weight_decay", True):
+            w = w - lr * settings["weight_decay"] * w
+        else:
+            g = g + settings["weight_decay"] * w
+        m = beta1**steps * m + (1 - beta1**steps) * g
+        v = beta2**steps * v + (1 - beta2**steps) * g * g
+        m_hat = m / (1 - beta1**self.clock)
+        v_hat = v / (1 - beta2**self.clock)
+        w = w - lr * m_hat / (v_hat.sqrt() + settings["eps"])
+        state.master[mask], state.exp_avg[mask], state.exp_avg_sq[mask] = w, m, v

@@ -1,0 +1,38 @@
+"""Models that ZenFlow cannot train correctly, refused in words before training starts."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_REMEDY = "Use another strategy for this model."
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raises if the model is cut over devices by something other than ZeRO, or has gradients ZeRO cannot flatten.
+
+    Raises:
+        NotImplementedError: The message names the module or parameter and the reason.
+    """
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.runtime.pipe.module import PipelineModule
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+    from torch.distributed.tensor import DTensor
+
+    for name, module in model.named_modules():
+        if isinstance(module, PipelineModule):
+            raise NotImplementedError(f"Pipeline parallel module `{name}` is not supported by ZenFlow. {_REMEDY}")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise NotImplementedError(
+                f"`{name}.sparse` must be False with ZenFlow, got True: ZeRO cannot flatten sparse gradients. Leave it out."
+            )
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        if is_moe_param(param):
+            raise NotImplementedError(
+                f"Expert parameter `{name}` (mixture of experts) is not supported by ZenFlow. {_REMEDY}"
+            )
+        if isinstance(param, DTensor) or is_model_parallel_parameter(param):
+            raise NotImplementedError(f"Tensor parallel parameter `{name}` is not supported by ZenFlow. {_REMEDY}")
+        if param.is_complex():
+            raise NotImplementedError(f"Complex parameter `{name}` is not supported by ZenFlow. {_REMEDY}")

@@ -1,0 +1,384 @@
+"""`ZenFlowStrategy`: Lightning's DeepSpeed strategy with ZenFlow's optimizer in place of ZeRO-Offload's step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import torch
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast  # noqa: F401  (resolves the base class's annotations)
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from lightning_zenflow import ds_config
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.offload.affinity import worker_cores
+from lightning_zenflow.stats import StepStats
+
+if TYPE_CHECKING:
+    from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
+
+_ZERO_ARGUMENTS = (
+    "contiguous_gradients",
+    "overlap_comm",
+    "allgather_partitions",
+    "reduce_scatter",
+    "allgather_bucket_size",
+    "reduce_bucket_size",
+    "sub_group_size",
+)
+
+
+class ZenFlowStrategy(DeepSpeedStrategy):
+    """Trains with ZeRO stage 1 or 2 and the optimizer state in host memory, without waiting for the host.
+
+    Use it as `Trainer(strategy="zenflow")` after `import lightning_zenflow`, or make one with settings. The module's own
+    `configure_optimizers` stays as it is: torch `AdamW` or `Adam`, `DeepSpeedCPUAdam`, `FusedAdam` or `ZenFlowAdamW`.
+    Works on CUDA and on CPU.
+
+    Accumulation follows Lightning: the last batch of an epoch steps with what has been accumulated, as it does with
+    strategies other than DeepSpeed's. A step whose gradient is not finite is skipped, counted and logged once.
+
+    Args:
+        zenflow: Settings of the algorithm; a mapping with the same keys is fine too.
+        stage: ZeRO stage, 1 or 2. `None` is 2, or the stage of `config`.
+        **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict, a path, or the environment variable
+            `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside `"zero_optimization"`.
+
+    Raises:
+        ValueError: A setting is out of range, or two contradict each other; the message names them.
+        NotImplementedError: A setting is known but not supported yet, such as stage 3.
+    """
+
+    strategy_name = "zenflow"
+
+    def __init__(
+        self,
+        zenflow: ZenFlowConfig = ZenFlowConfig(),  # noqa: B008  (frozen)
+        stage: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = zenflow if isinstance(zenflow, ZenFlowConfig) else ZenFlowConfig.from_mapping(zenflow)
+        self._refuse_arguments(stage, kwargs)
+        self._zenflow_block: Mapping[str, Any] | None = None
+        self._has_own_config = kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ
+        if self._has_own_config:
+            _refuse_beside_config(kwargs)
+        super().__init__(stage=stage or 2, **kwargs)
+        assert isinstance(self.config, dict)
+        self._merge_stage(stage)
+        self.zenflow = _merge_zenflow(given, self._zenflow_block)
+        ds_config.complete(self.config)
+        self._skipped_steps_logged = 0
+        self._step_is_open = False
+
+    # -- settings ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _refuse_arguments(stage: int | None, kwargs: Mapping[str, Any]) -> None:
+        if stage == 3:
+            raise NotImplementedError("`stage` must be 1 or 2, got 3. ZeRO-3 is not supported yet.")
+        if stage is not None and (stage not in (1, 2) or isinstance(stage, bool)):
+            raise ValueError(f"`stage` must be 1 or 2, got {stage!r}. ZenFlow is part of ZeRO.")
+        wanted = {
+            "zero_optimization": (True, "ZenFlow is part of ZeRO"),
+            "offload_optimizer": (True, "ZenFlow always keeps its state in host memory"),
+            "offload_parameters": (False, "parameters are offloaded by ZeRO-3 only, which is not supported yet"),
+            "offload_optimizer_device": ("cpu", "NVMe is not supported"),
+            "offload_params_device": ("cpu", "NVMe is not supported"),
+            "remote_device": (None, "it belongs to ZeRO-3, which is not supported yet"),
+            "load_full_weights": (False, "it belongs to ZeRO-3, which is not supported yet"),
+            "zero_allow_untested_optimizer": (True, "ZenFlow brings its own optimizer"),
+        }
+        for name, (value, reason) in wanted.items():
+            if kwargs.get(name, value) != value:
+                raise ValueError(f"`{name}` must be {value!r}, got {kwargs[name]!r}: {reason}. Leave it out.")
+
+    def _load_config(self, config: Any) -> dict[str, Any] | None:
+        """The DeepSpeed config as a copy of its own, without the `"zenflow"` block, which is kept aside."""
+        loaded = super()._load_config(config)
+        if loaded is None:
+            return None
+        loaded, self._zenflow_block = ds_config.take_zenflow_block(loaded)
+        return loaded
+
+    def _merge_stage(self, stage: int | None) -> None:
+        zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
+        if self._has_own_config and isinstance(zero, dict) and stage is not None:
+            if zero.setdefault("stage", stage) != stage:
+                raise ValueError(
+                    f"`stage` must agree with the DeepSpeed config, got stage={stage} and `zero_optimization.stage`="
+                    f"{zero['stage']}. Give one of them."
+                )
+
+    def _format_config(self) -> None:
+        assert isinstance(self.config, dict) and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        clip = trainer.gradient_clip_val
+        own = self.config.get("gradient_clipping")
+        if own is not None and clip is not None and float(own) != float(clip):
+            raise ValueError(
+                f"`gradient_clip_val` must agree with the DeepSpeed config, got {clip} and `gradient_clipping`={own}."
+                " Give one of them."
+            )
+        super()._format_config()
+        # Lightning scales the loss and says when to step; DeepSpeed would do both a second time.
+        self.config["gradient_accumulation_steps"] = 1
+        self.config.pop("train_batch_size", None)
+
+    # -- environment ------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Starts the process group on CUDA, CPU, or another accelerator that DeepSpeed knows.
+
+        Raises:
+            RuntimeError: The accelerator is MPS, or another one than DeepSpeed has chosen.
+        """
+        if isinstance(self.accelerator, MPSAccelerator):
+            raise RuntimeError(
+                "ZenFlow must run on CUDA or CPU, got MPS, which DeepSpeed cannot use. Set accelerator='cpu'."
+            )
+        self._check_deepspeed_accelerator()
+        # Past DeepSpeedStrategy, which would refuse everything but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def _check_deepspeed_accelerator(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        name = get_accelerator().device_name()
+        wanted = {CPUAccelerator: "cpu", CUDAAccelerator: "cuda"}.get(type(self.accelerator), name)  # type: ignore[call-overload]
+        if name != wanted:
+            raise RuntimeError(
+                f"`accelerator` must be the one that DeepSpeed uses, got {wanted!r} while DeepSpeed has chosen {name!r}. Set"
+                f" the environment variable DS_ACCELERATOR={wanted} before the program starts."
+            )
+
+    def setup_distributed(self) -> None:
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_distributed()
+            return
+        # The base class checks CUDA device indices first, which other accelerators do not have.
+        from lightning.fabric.utilities.seed import reset_seed
+
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        # DeepSpeed compares the index with numbers, and a bare CPU device has none.
+        return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes == 1:
+            self._launcher = None  # nothing to launch, so notebooks work as well
+        else:
+            super()._configure_launcher()
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """No: Lightning does, so that the last batch of an epoch steps and `global_step` counts the engine's steps."""
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Marks micro-batches that do not end a step, so that their gradients are summed on the device."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Any]:
+        from lightning_zenflow.optimizer import ZenFlowAdamW
+        from lightning_zenflow.refusals import refuse_unsupported
+        from lightning_zenflow.zero.install import installed
+
+        assert isinstance(self.config, dict)
+        refuse_unsupported(model)
+        if optimizer is None:
+            settings = ds_config.optimizer_settings(self.config["optimizer"])
+            optimizer = ZenFlowAdamW([param for param in model.parameters() if param.requires_grad], **settings)
+        converted = ZenFlowAdamW.from_optimizer(optimizer)
+        if not any(param.requires_grad for group in converted.param_groups for param in group["params"]):
+            raise ValueError(
+                "The optimizer must hold at least one trainable parameter, got none. Check `requires_grad`."
+            )
+        with installed(self._run_settings()):
+            return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
+
+    def _run_settings(self) -> Any:
+        from lightning_zenflow.zero.stage12 import RunSettings
+
+        return RunSettings(
+            config=self.zenflow,
+            select_interval=self.zenflow.select_interval_steps(self._steps_per_epoch()),
+            worker_cores=self._worker_cores(),
+            local_ranks=self.num_processes,
+        )
+
+    def _steps_per_epoch(self) -> int | None:
+        if self.zenflow.select_strategy != "epoch":
+            return None  # not asked for, so that no data loader is set up early
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        trainer.fit_loop.setup_data()
+        batches = trainer.num_training_batches
+        return None if math.isinf(batches) else max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+
+    def _worker_cores(self) -> list[int]:
+        if self.zenflow.worker_cores is not None:
+            if self.num_processes > 1:
+                raise ValueError(
+                    f"`worker_cores` must be left out with {self.num_processes} ranks on a machine, got"
+                    f" {self.zenflow.worker_cores}. Set `pt_reserved_cores_perc` instead."
+                )
+            return list(self.zenflow.worker_cores)
+        available = os.sched_getaffinity(0)
+        return worker_cores(available, self.zenflow.pt_reserved_cores_perc, self.local_rank, self.num_processes)
+
+    @property
+    def _zero(self) -> ZenFlowZeroOptimizer | None:
+        """Our ZeRO optimizer while `fit` runs, else None."""
+        from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
+
+        optimizer = getattr(self.model, "optimizer", None)
+        return optimizer if isinstance(optimizer, ZenFlowZeroOptimizer) else None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._step_is_open and self._zero is not None:
+            self._zero.shard.begin_step()
+            self._step_is_open = True
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._zero is not None:
+            self._zero.shard.host.check()  # a long validation must not hide a dead background process
+        return super().validation_step(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._step_is_open = False
+        self._log_skipped_step()
+        return result
+
+    def _log_skipped_step(self) -> None:
+        stats = self.step_stats
+        if stats.skipped_steps > self._skipped_steps_logged:
+            self._skipped_steps_logged = stats.skipped_steps
+            rank_zero_warn(
+                f"Step after {stats.step} skipped: the gradient norm is {stats.grad_norm} ({stats.skipped_steps} skipped so"
+                " far). The weights are unchanged.",
+                category=RuntimeWarning,
+            )
+
+    def on_train_end(self) -> None:
+        """Settles: no gradient is lost, and the final weights are the rounded fp32 masters."""
+        if self._zero is not None:
+            self._zero.settle()
+        super().on_train_end()
+
+    def teardown(self) -> None:
+        """Ends the background process and removes DeepSpeed's hooks from the module, also after an exception."""
+        engine = self.model
+        try:
+            super().teardown()
+        finally:
+            if engine is not self.lightning_module and hasattr(engine, "destroy"):
+                engine.destroy()
+
+    # -- what a run tells -------------------------------------------------------------------------------------------
+
+    @property
+    def step_stats(self) -> StepStats:
+        """Figures of the last optimizer step of this rank; zeros before the first one."""
+        return self._zero.shard.stats if self._zero is not None else StepStats()
+
+    def grad_norm(self) -> float:
+        """Global norm of the averaged, unscaled gradient before clipping.
+
+        For `on_before_optimizer_step`, where parameters have no `.grad` under ZeRO. Every rank must call it.
+
+        Raises:
+            RuntimeError: No training is under way.
+        """
+        return self._training("grad_norm").grad_norm()
+
+    def gradient(self, param: nn.Parameter) -> Tensor:
+        """The averaged, unscaled gradient of a parameter, fp32 on the device, in its shape.
+
+        For `on_before_optimizer_step`. Every rank must call it with the same parameter.
+
+        Raises:
+            RuntimeError: No training is under way.
+        """
+        return self._training("gradient").gradient(param)
+
+    def _training(self, name: str) -> ZenFlowZeroOptimizer:
+        if self._zero is None:
+            raise RuntimeError(
+                f"`{name}` must be called while `trainer.fit` runs. Use the hook `on_before_optimizer_step`."
+            )
+        return self._zero
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads weights for `validate`, `test` and `predict`.
+
+        Raises:
+            NotImplementedError: In `fit`; resuming is not supported yet.
+        """
+        from lightning_zenflow.zero.stage12 import RESUME_MESSAGE
+
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            raise NotImplementedError(RESUME_MESSAGE)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers `zenflow`, `zenflow_stage_1` and `zenflow_stage_2`."""
+        names: dict[str, int | None] = {"zenflow": None, "zenflow_stage_1": 1, "zenflow_stage_2": 2}
+        for name, stage in names.items():
+            settings = {} if stage is None else {"stage": stage}
+            strategy_registry.register(name, cls, f"ZenFlow on ZeRO stage {stage or 2}", override=True, **settings)
+
+
+def _refuse_beside_config(kwargs: Mapping[str, Any]) -> None:
+    """Arguments that only build a config would be dropped silently beside one."""
+    builders = {*inspect.signature(DeepSpeedStrategy._create_default_config).parameters, *_ZERO_ARGUMENTS}
+    # Where only one value is accepted anyway, and it has been checked, nothing is lost.
+    fixed = {"self", "zero_kwargs", "zero_optimization", "zero_allow_untested_optimizer", "offload_optimizer"}
+    for name in kwargs:
+        if name in builders - fixed:
+            raise ValueError(
+                f"`{name}` must be left out beside a DeepSpeed `config` (or PL_DEEPSPEED_CONFIG_PATH), got both. Write it into"
+                " the config."
+            )
+
+
+def _merge_zenflow(given: ZenFlowConfig, block: Mapping[str, Any] | None) -> ZenFlowConfig:
+    if block is None:
+        return given
+    config = ZenFlowConfig.from_mapping(block)
+    if given not in (ZenFlowConfig(), config):
+        raise ValueError(
+            '`zenflow` must be left out beside a DeepSpeed config with a "zenflow" block, got both and they differ. Give one'
+            " of them."
+        )
+    return config

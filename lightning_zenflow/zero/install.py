@@ -1,0 +1,31 @@
+"""Putting our ZeRO optimizer in the place of DeepSpeed's while an engine is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from lightning_zenflow.zero.stage12 import RunSettings, ZenFlowZeroOptimizer
+
+
+@contextmanager
+def installed(settings: RunSettings) -> Iterator[None]:
+    """Within this context `deepspeed.initialize` builds `ZenFlowZeroOptimizer` for stages 1 and 2.
+
+    The engine looks the class up in its module's globals; they are restored in any case.
+    """
+    import deepspeed.runtime.engine as engine
+    from deepspeed.runtime.zero import utils
+
+    from lightning_zenflow.optimizer import ZenFlowAdamW
+
+    original = engine.DeepSpeedZeroOptimizer
+    engine.DeepSpeedZeroOptimizer = partial(ZenFlowZeroOptimizer, settings=settings)
+    # Otherwise DeepSpeed warns of an untested optimizer at every start.
+    utils.ZERO_SUPPORTED_OPTIMIZERS.append(ZenFlowAdamW)
+    try:
+        yield
+    finally:
+        engine.DeepSpeedZeroOptimizer = original
+        utils.ZERO_SUPPORTED_OPTIMIZERS.remove(ZenFlowAdamW)

@@ -1,0 +1,283 @@
+"""The adapter for ZeRO stages 1 and 2: gradient slices of shards out of DeepSpeed, weight slices of shards back into it.
+
+DeepSpeed's optimizer runs with CPU offload on, which makes it hand over each reduced gradient during backward. Its own
+fp32 partitions become views of the arena, and its own step is replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.offload.arena import ArenaLayout
+from lightning_zenflow.offload.client import HostClient
+from lightning_zenflow.optimizer import Outcome, ShardOptimizer, ZenFlowAdamW
+from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.selected import SelectedLayout
+from lightning_zenflow.shards import ParamSpec, Segment, ShardTable
+from lightning_zenflow.weights import ShardWeights
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run needs to know beyond DeepSpeed's config.
+
+    Attributes:
+        config: The user's settings.
+        select_interval: Steps between selections.
+        worker_cores: Cores of this rank's background process; empty for no pinning.
+        local_ranks: Ranks on this machine, which share its memory.
+    """
+
+    config: ZenFlowConfig
+    select_interval: int
+    worker_cores: list[int] = field(default_factory=list)
+    local_ranks: int = 1
+
+    def schedule(self) -> Schedule:
+        return Schedule(
+            update_interval=self.config.update_interval_steps(),
+            select_interval=self.select_interval if self.config.topk_ratio > 0 else None,
+            warm_up_steps=self.config.full_warm_up_rounds,
+            overlap=self.config.overlap_step,
+            look_ahead=self.config.look_ahead,
+        )
+
+
+class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
+    """DeepSpeed's ZeRO-1/2 optimizer with ZenFlow's step.
+
+    Attributes:
+        shard: This rank's shard at work.
+    """
+
+    shard: ShardOptimizer
+    optimizer: ZenFlowAdamW
+
+    def __init__(self, init_optimizer: ZenFlowAdamW, *args: Any, settings: RunSettings, **kwargs: Any) -> None:
+        self._settings = settings
+        super().__init__(init_optimizer, *args, **kwargs)
+
+    # -- start and end ----------------------------------------------------------------------------------------------
+
+    def initialize_optimizer_states(self) -> None:
+        """Called by DeepSpeed once its partitions exist: moves the masters into the arena and starts the host."""
+        self._rank = dist.get_rank(group=self.dp_process_group)
+        self._world_size = dist.get_world_size(group=self.dp_process_group)
+        self._device = torch.device(get_accelerator().current_device_name())
+        # ZeRO-2 sums micro-batches here in fp32; ZeRO-1 lets autograd do it and hands over the sum.
+        self._sums: dict[int, Tensor] = {}
+        self._tables = self._build_tables()
+        table = self._tables[self._rank]
+        self._segments: dict[int, Segment] = {}
+        for segment in table.segments:
+            self._segments[id(self._params[segment.param])] = segment
+        layout = ArenaLayout(table.numel, self.dtype, self._settings.config.update_interval_steps())
+        client = HostClient.start(
+            layout,
+            table.group_ends,
+            cores=self._settings.worker_cores or None,
+            lr_scale=self._settings.config.deferred_lr_scale,
+            timeout_secs=self._settings.config.worker_timeout_secs,
+            pin=get_accelerator().device_name() == "cuda",
+            local_ranks=self._settings.local_ranks,
+        )
+        try:
+            self._move_masters(client, table)
+            self.shard = ShardOptimizer(
+                self.optimizer.hypers,
+                table,
+                ShardWeights(table, [parts[self._rank] for parts in self.parallel_partitioned_bit16_groups]),
+                client,
+                self._settings.schedule(),
+                topk_ratio=self._settings.config.topk_ratio,
+                wire_dtype=self.dtype,
+                device=self._device,
+                sum_over_ranks=self._sum_over_ranks,
+            )
+        except BaseException:
+            client.close()
+            raise
+
+    def _build_tables(self) -> list[ShardTable]:
+        """The shard tables of all ranks, from the order in which DeepSpeed flattened the parameters."""
+        self._params = [param for group in self.round_robin_bit16_groups for param in group]
+        specs = [
+            ParamSpec(self.param_names[param], tuple(param.shape), group, offset)
+            for group, params in enumerate(self.round_robin_bit16_groups)
+            for param, offset in zip(params, self.round_robin_bit16_offsets[group], strict=True)
+        ]
+        partition_numels = [parts[0].numel() for parts in self.parallel_partitioned_bit16_groups]
+        return [ShardTable.build(specs, partition_numels, rank) for rank in range(self._world_size)]
+
+    def _move_masters(self, client: HostClient, table: ShardTable) -> None:
+        for group, partition in enumerate(self.single_partition_of_fp32_groups):
+            view = client.arena.master[table.group_start(group) : table.group_ends[group]]
+            view.copy_(partition.data)
+            partition.data = view
+        # DeepSpeed's own buffers for offloading, 2 bytes a parameter and two of the largest parameter, have no use here.
+        self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
+
+    def _get_offload_gradient_dict(self) -> None:
+        """DeepSpeed would keep an fp32 gradient here, 4 bytes a parameter; `ZenFlowStrategy.gradient` replaces it."""
+
+    def destroy(self) -> None:
+        """Ends the background process, then lets DeepSpeed remove its hooks."""
+        shard = self.__dict__.get("shard")
+        if shard is not None:
+            shard.close()
+        super().destroy()
+        for partition in self.single_partition_of_fp32_groups:
+            partition.data = torch.empty(0)  # the last views of the arena: its memory is returned with them
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
+        """Never: `copy_grads_in_partition` sums micro-batches itself."""
+        return False
+
+    def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
+        """Called by DeepSpeed with each reduced gradient, within the stream that reduced it."""
+        segment = self._segments[id(param)]
+        grad = self.get_param_gradient_attribute(param).view(-1).narrow(0, segment.param_start, segment.numel)
+        if self.is_gradient_accumulation_boundary():
+            self._deliver(segment, grad)
+        else:
+            self._sum(segment).add_(grad)
+        # DeepSpeed then keeps the gradient's memory until this stream is done with it, and `step` waits for the stream.
+        self._record_gradient_stream(grad, get_accelerator().current_stream())
+        self._record_offload_copy()
+        self.clear_grad_attribute(param)
+
+    def _sum(self, segment: Segment) -> Tensor:
+        if segment.param not in self._sums:
+            self._sums[segment.param] = torch.zeros(segment.numel, dtype=torch.float32, device=self._device)
+        return self._sums[segment.param]
+
+    def _deliver(self, segment: Segment, grad: Tensor | None) -> None:
+        """Hands the gradient of a step over, rounded to the model's dtype as the host will see it."""
+        earlier = self._sums.pop(segment.param, None)
+        if earlier is not None:
+            grad = earlier if grad is None else earlier.add_(grad)
+        assert grad is not None
+        self.shard.receive(segment, grad.to(self.dtype))
+
+    def _deliver_remaining(self) -> None:
+        """Parameters that had a gradient in an earlier micro-batch of this step but not in the last one."""
+        for segment in self._segments.values():
+            if segment.param in self._sums:
+                self._deliver(segment, None)
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        """One step on device and host, then the exchange of what changed."""
+        self.micro_step_id = INITIAL_MICRO_STEP_ID
+        self._wait_for_offload_copies()  # DeepSpeed's own events on the reduction stream
+        self._deliver_remaining()
+        outcome = self.shard.step(loss_scale=float(self.loss_scale), clip_norm=float(self.clip_grad))
+        self.overflow = not outcome.applied
+        self._update_scale(self.overflow)
+        self._global_grad_norm = outcome.grad_norm
+        if outcome.applied:
+            self._exchange(outcome)
+
+    def grad_norm(self) -> float:
+        """Global norm of the averaged, unscaled gradient of this step. Every rank must call it."""
+        self._wait_for_offload_copies()
+        self._deliver_remaining()
+        return self.shard.grad_norm(float(self.loss_scale))
+
+    def gradient(self, param: Tensor) -> Tensor:
+        """The averaged, unscaled gradient of a parameter, fp32 on the device, in its shape. Every rank must call it."""
+        self.grad_norm()  # completes the step's gradients
+        whole = torch.zeros(param.numel(), dtype=torch.float32, device=self._device)
+        segment = self._segments.get(id(param))
+        if segment is not None:
+            part = self.shard.inbox.read(segment).to(device=self._device, dtype=torch.float32)
+            whole[segment.param_start : segment.param_start + segment.numel] = part
+        self._sum_over_ranks(whole)
+        return whole.div_(float(self.loss_scale)).view(param.shape)
+
+    def settle(self) -> None:
+        """Applies every gradient the host holds; afterwards the model's weights are the rounded masters."""
+        if self.shard.settle():
+            self._gather_all_weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's own layout, with the fp32 masters complete. Training goes on as if nothing had been saved."""
+        self.shard.complete_host_state()
+        return super().state_dict()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: resuming is not supported yet."""
+        raise NotImplementedError(RESUME_MESSAGE)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: the state is on the host already."""
+        raise NotImplementedError("`offload_states` must not be called with ZenFlow: its state is on the host already.")
+
+    # -- between ranks ----------------------------------------------------------------------------------------------
+
+    def _sum_over_ranks(self, tensor: Tensor) -> None:
+        if self._world_size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+
+    def _exchange(self, outcome: Outcome) -> None:
+        """Sends the other ranks what changed here: the selected values and one block, or everything after a barrier."""
+        if self._world_size == 1:
+            return
+        start, stop = outcome.changed
+        if stop - start == self._tables[self._rank].numel:
+            self._gather_all_weights()
+            return
+        layouts = self._layouts()
+        count = max(layout.numel for layout in layouts)
+        mine = torch.zeros(stop - start + count, dtype=self.dtype, device=self._device)
+        for offset, weights in self._weights_of(self._rank).ranges(start, stop):
+            mine[offset : offset + weights.numel()] = weights
+        mine[stop - start : stop - start + layouts[self._rank].numel] = self.shard.selected.wire
+        everyone = torch.empty(self._world_size * mine.numel(), dtype=self.dtype, device=self._device)
+        # As bytes, since not every backend gathers 16-bit floats.
+        dist.all_gather_into_tensor(everyone.view(torch.uint8), mine.view(torch.uint8), group=self.dp_process_group)
+        for rank, theirs in enumerate(everyone.split(mine.numel())):
+            if rank != self._rank:
+                target = self._weights_of(rank)
+                for offset, weights in target.ranges(start, stop):
+                    weights.copy_(theirs[offset : offset + weights.numel()])
+                layouts[rank].unpack(theirs[stop - start :], target.view)
+
+    def _weights_of(self, rank: int) -> ShardWeights:
+        return ShardWeights(self._tables[rank], [parts[rank] for parts in self.parallel_partitioned_bit16_groups])
+
+    def _layouts(self) -> list[SelectedLayout]:
+        """Where every rank packs its selected elements, kept until columns are selected anew."""
+        if self.__dict__.get("_layout_columns") is not self.shard.columns:
+            self._layout_columns = self.shard.columns
+            self._all_layouts = [SelectedLayout(table, self.shard.columns, self._device) for table in self._tables]
+        return self._all_layouts
+
+    def _gather_all_weights(self) -> None:
+        if self._world_size > 1:
+            all_gather_dp_groups(
+                groups_flat=self.bit16_groups_flat,
+                partitioned_param_groups=self.parallel_partitioned_bit16_groups,
+                dp_process_group=self.real_dp_process_group,
+                start_alignment_factor=self.nccl_start_alignment_factor,
+                allgather_bucket_size=self.allgather_bucket_size,
+            )
+
+
+RESUME_MESSAGE = (
+    "Resuming training from a checkpoint is not supported yet by `ZenFlowStrategy`. Start without `ckpt_path`, or load the"
+    " weights alone, for example with `zero_to_fp32.py` from the checkpoint's directory."
+)
