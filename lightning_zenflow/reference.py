@@ -145,9 +145,8 @@ class ZenFlowReference:
         self.clock, self.skipped_steps, self.grad_norm = 0, 0, 0.0
         self.held = [0] * blocks
         self._lr_sums = [[0.0] * blocks for _ in groups]
-        self._in_flight: list[
-            tuple[int, ParameterState, Tensor, Tensor]
-        ] = []  # due step, where, which elements, values
+        # The step it is due at, whose it is, which elements (bool), and their values (fp32).
+        self._in_flight: list[tuple[int, ParameterState, Tensor, Tensor]] = []
 
     def weights(self, name: str) -> Tensor:
         """The fp32 weights the device shows, in the parameter's shape (a copy)."""

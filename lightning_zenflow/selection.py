@@ -33,7 +33,7 @@ def add_column_scores(segment: Segment, grad: Tensor, scores: Tensor) -> None:
         flat = grad[piece.start - segment.start : piece.stop - segment.start]
         into = scores[piece.column : piece.column + piece.width]
         for rows in flat.view(piece.rows, piece.width).split(max(1, _CHUNK_NUMEL // piece.width)):
-            into += rows.to(torch.float32).square_().sum(0)
+            into += rows.to(torch.float32, copy=True).square_().sum(0)
 
 
 def top_columns(scores: Tensor, topk_ratio: float) -> Tensor:

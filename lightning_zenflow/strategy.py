@@ -162,6 +162,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 f" the environment variable DS_ACCELERATOR={wanted} before the program starts."
             )
 
+    def _init_deepspeed_distributed(self) -> None:
+        from lightning_zenflow.zero.install import without_compiling
+
+        with without_compiling():
+            super()._init_deepspeed_distributed()
+
     def setup_distributed(self) -> None:
         if isinstance(self.accelerator, CUDAAccelerator):
             super().setup_distributed()

@@ -26,7 +26,7 @@ class Zoo(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
         self.conv = nn.Conv2d(1, 3, (2, 3))
-        self.up = nn.Linear(3 * (WIDTH - 1) * 3, 13)
+        self.up = nn.Linear(3 * 3 * (WIDTH - 2), 13)
         self.norm = nn.LayerNorm(13)
         self.gate = nn.Linear(1, 13)
         self.sometimes = nn.Linear(13, 13, bias=False)

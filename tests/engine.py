@@ -12,13 +12,14 @@ import torch
 from lightning_zenflow import ds_config
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.optimizer import ZenFlowAdamW
-from lightning_zenflow.zero.install import installed
+from lightning_zenflow.zero.install import installed, without_compiling
 from lightning_zenflow.zero.stage12 import RunSettings, ZenFlowZeroOptimizer
 
 
 def init_distributed() -> None:
     """Joins the process group that MASTER_ADDR, RANK and so on describe."""
-    deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
+    with without_compiling():
+        deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
 
 
 @contextmanager

@@ -29,3 +29,23 @@ def installed(settings: RunSettings) -> Iterator[None]:
     finally:
         engine.DeepSpeedZeroOptimizer = original
         utils.ZERO_SUPPORTED_OPTIMIZERS.remove(ZenFlowAdamW)
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Within this context DeepSpeed joins a process group without building its shared-memory collectives.
+
+    On CPU it would compile them at start wherever it finds a compiler, and print about it; gloo does without.
+    """
+    import deepspeed.ops
+
+    name, compatible = "deepspeed_shm_comm", deepspeed.ops.__compatible_ops__
+    original = compatible.get(name)
+    compatible[name] = False
+    try:
+        yield
+    finally:
+        if original is None:
+            del compatible[name]
+        else:
+            compatible[name] = original

@@ -145,6 +145,29 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
         """Never: `copy_grads_in_partition` sums micro-batches itself."""
         return False
 
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Tensor, i: int) -> None:
+        """Called by DeepSpeed with each gradient; on a single rank there is nothing to reduce and no bucket to fill."""
+        if self._world_size > 1 or self.sequence_parallel_size > 1:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        elif param.numel() > 0 and getattr(param, "ds_grad_is_ready", True):
+            stream = self.reduction_stream or get_accelerator().current_stream()
+            if self.reduction_stream is not None:
+                # The side stream may read the gradient only once backward has written it; the copy to the host then runs
+                # beside backward instead of holding it up.
+                stream.wait_stream(get_accelerator().current_stream())
+            with get_accelerator().stream(stream):
+                self.copy_grads_in_partition(param, i)
+
+    def setup_buckets(self) -> None:
+        """Called by DeepSpeed before the first gradient of a micro-batch: buckets that nobody fills are not allocated."""
+        size = self.reduce_bucket_size
+        if self._world_size == 1 and self.sequence_parallel_size == 1:
+            self.reduce_bucket_size = 0
+        try:
+            super().setup_buckets()
+        finally:
+            self.reduce_bucket_size = size
+
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
         """Called by DeepSpeed with each reduced gradient, within the stream that reduced it."""
         segment = self._segments[id(param)]

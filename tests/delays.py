@@ -1,0 +1,49 @@
+"""Copies that arrive as late as an accelerator may deliver them, so that a missing wait shows up on CPU."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from torch import Tensor
+
+from lightning_zenflow.transfer import Transfers
+
+
+class LateTransfers(Transfers):
+    """What a stream guarantees, and nothing more.
+
+    A copy to the host is read in stream order but lands only when it is waited for. A copy to the device is seen by later
+    device work, but reads its host buffer until it is waited for: a buffer that changes before that is an error.
+    """
+
+    def __init__(self, seed: int = 0, longest_secs: float = 0.0) -> None:
+        super().__init__()
+        self._landing: list[tuple[Tensor, Tensor]] = []
+        self._reading: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._random, self._longest_secs = random.Random(seed), longest_secs
+
+    def _delay(self) -> None:
+        time.sleep(self._random.random() * self._longest_secs)
+
+    def to_host(self, host: Tensor, device: Tensor) -> None:
+        self._landing.append((host, device.clone()))
+        self.to_host_bytes += host.nbytes
+
+    def wait_to_host(self) -> None:
+        self._delay()
+        self._random.shuffle(self._landing)
+        for host, copy in self._landing:
+            host.copy_(copy)
+        self._landing.clear()
+
+    def to_device(self, device: Tensor, host: Tensor, *, buffer: int) -> None:
+        device.copy_(host)
+        self.to_device_bytes += host.nbytes
+        self._reading.setdefault(buffer, []).append((host, host.clone()))
+
+    def wait_to_device(self, buffer: int) -> None:
+        self._delay()
+        for host, copy in self._reading.pop(buffer, []):
+            if not host.eq(copy).all():
+                raise AssertionError(f"host buffer {buffer} was filled again before its copy to the device was done")

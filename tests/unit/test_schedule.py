@@ -1,0 +1,72 @@
+"""When things happen: `Schedule` and `block_range`."""
+
+import pytest
+
+from lightning_zenflow.schedule import Schedule, block_range
+
+
+def test_warm_up_steps_update_everything_at_once_and_select_nothing():
+    schedule = Schedule(update_interval=4, select_interval=2, warm_up_steps=3)
+    for step in (1, 2, 3):
+        plan = schedule.plan(step)
+        assert (plan.step, plan.block, plan.lag, plan.look_ahead, plan.reselect) == (step, None, 0, 0.0, False)
+    assert schedule.plan(4).block is not None
+
+
+def test_without_warm_up_the_first_step_is_already_cut_into_blocks():
+    assert Schedule(update_interval=4, select_interval=2).plan(1).block == 1
+
+
+@pytest.mark.parametrize(("warm_up_steps", "expected"), [(0, [1, 6, 11, 16]), (3, [4, 9, 14, 19])])
+def test_columns_are_selected_at_the_first_step_after_warm_up_and_then_every_interval(warm_up_steps, expected):
+    schedule = Schedule(update_interval=4, select_interval=5, warm_up_steps=warm_up_steps)
+    assert [step for step in range(1, 21) if schedule.plan(step).reselect] == expected
+
+
+def test_without_a_select_interval_nothing_is_ever_selected():
+    schedule = Schedule(update_interval=4, select_interval=None, warm_up_steps=2)
+    assert not any(schedule.plan(step).reselect for step in range(1, 100))
+
+
+def test_a_select_interval_of_one_selects_at_every_step():
+    schedule = Schedule(update_interval=2, select_interval=1)
+    assert all(schedule.plan(step).reselect for step in range(1, 10))
+
+
+@pytest.mark.parametrize("warm_up_steps", [0, 5])
+def test_the_block_of_a_step_is_the_step_modulo_the_update_interval(warm_up_steps):
+    schedule = Schedule(update_interval=3, select_interval=None, warm_up_steps=warm_up_steps)
+    # Counted from step 1 and not from the end of warm-up: the one clock.
+    assert [schedule.plan(step).block for step in range(6, 13)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_block_lags_one_step_with_overlap_and_none_without():
+    assert Schedule(4, None, overlap=True).plan(7).lag == 1
+    assert Schedule(4, None, overlap=False).plan(7).lag == 0
+
+
+@pytest.mark.parametrize(
+    ("update_interval", "overlap", "expected"),
+    [(1, False, 0.0), (1, True, 1.0), (2, False, 0.25), (2, True, 0.75), (4, False, 0.375), (4, True, 0.625)],
+)
+def test_look_ahead_is_the_middle_of_the_time_a_block_is_visible(update_interval, overlap, expected):
+    assert Schedule(update_interval, None, overlap=overlap).plan(9).look_ahead == expected
+
+
+def test_look_ahead_can_be_switched_off():
+    assert Schedule(4, None, look_ahead=False).plan(9).look_ahead == 0.0
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 4, 5, 7, 8, 9, 100, 101])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 8])
+def test_blocks_cover_every_element_exactly_once_and_in_order(numel, blocks):
+    ranges = [block_range(numel, blocks, block) for block in range(blocks)]
+    assert [element for start, stop in ranges for element in range(start, stop)] == list(range(numel))
+
+
+def test_blocks_are_equal_but_for_the_end():
+    assert [block_range(10, 4, block) for block in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+
+
+def test_with_fewer_elements_than_blocks_the_last_blocks_are_empty():
+    assert [block_range(2, 4, block) for block in range(4)] == [(0, 1), (1, 2), (2, 2), (2, 2)]

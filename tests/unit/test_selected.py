@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from lightning_zenflow.adamw import Hyper
+from lightning_zenflow.selected import HostState, SelectedLayout, SelectedState
+from lightning_zenflow.shards import ParamSpec, ShardTable
+
+CPU = torch.device("cpu")
+SPECS = [ParamSpec("w", (6, 5), 0, 0), ParamSpec("v", (4,), 0, 30), ParamSpec("u", (3, 8), 1, 0)]
+COLUMNS = {0: torch.tensor([1, 4]), 2: torch.tensor([0, 3, 7])}
+
+
+def table(rank: int, ranks: int = 2) -> ShardTable:
+    return ShardTable.build(SPECS, [-(-34 // (2 * ranks)) * 2, -(-24 // (2 * ranks)) * 2], rank)
+
+
+def host(numel: int) -> HostState:
+    return HostState(*(torch.randn(numel) for _ in range(3)))
+
+
+def selected_elements(shard: ShardTable) -> torch.Tensor:
+    """Positions of the selected elements of a shard, worked out element by element."""
+    positions = []
+    for segment in shard.segments:
+        for offset in range(segment.numel):
+            column = (segment.param_start + offset) % segment.spec.cols
+            if not segment.spec.is_matrix or column in COLUMNS[segment.param].tolist():
+                positions.append(segment.start + offset)
+    return torch.tensor(positions)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pack_and_unpack_touch_exactly_the_selected_elements(rank: int) -> None:
+    shard = table(rank)
+    layout = SelectedLayout(shard, COLUMNS, CPU)
+    positions = selected_elements(shard)
+    values = torch.randn(shard.numel)
+    packed = torch.empty(layout.numel)
+    layout.pack(lambda piece: values[piece.start : piece.stop], packed)
+    assert layout.numel == len(positions) and torch.equal(packed.sort().values, values[positions].sort().values)
+    other = torch.zeros(shard.numel)
+    layout.unpack(packed, lambda piece: other[piece.start : piece.stop])
+    assert torch.equal(other[positions], values[positions]) and other.count_nonzero() == len(positions)
+
+
+def test_state_travels_home_and_back_without_a_bit_lost() -> None:
+    shard = table(1)
+    state, there = SelectedState(shard, torch.bfloat16, CPU), host(shard.numel)
+    before = [tensor.clone() for tensor in there.tensors()]
+    state.fetch(there, COLUMNS)
+    mine = [state.weight.clone(), state.exp_avg.clone(), state.exp_avg_sq.clone()]
+    for tensor in there.tensors():
+        tensor[selected_elements(shard)] = float("nan")  # the host's shadow is nobody's business
+    state.send_home(there)
+    assert all(torch.equal(now, then) for now, then in zip(there.tensors(), before, strict=True))
+    state.fetch(there, COLUMNS)
+    assert all(
+        torch.equal(now, then) for now, then in zip((state.weight, state.exp_avg, state.exp_avg_sq), mine, strict=True)
+    )
+
+
+def test_the_update_equals_torch_adamw_with_each_groups_own_settings() -> None:
+    shard = table(0, ranks=1)
+    state, there = SelectedState(shard, torch.float32, CPU), host(shard.numel)
+    there.exp_avg.zero_(), there.exp_avg_sq.zero_()
+    state.fetch(there, COLUMNS)
+    ends = state.layout.group_ends
+    params = [torch.nn.Parameter(part.clone()) for part in state.weight.split([ends[0], ends[1] - ends[0]])]
+    reference = torch.optim.AdamW(
+        [
+            {"params": [params[0]], "lr": 0.1, "weight_decay": 0.5},
+            {"params": [params[1]], "lr": 0.01, "weight_decay": 0.0},
+        ]
+    )
+    hypers = [Hyper(0.1, 0.9, 0.999, 1e-8, 0.5), Hyper(0.01, 0.9, 0.999, 1e-8, 0.0)]
+    for clock in (1, 2, 3):
+        grad = torch.randn(state.layout.numel)
+        state.wire.copy_(grad)
+        state.update(hypers, 0.25, clock)
+        for param, part in zip(params, grad.split([len(p) for p in params]), strict=True):
+            param.grad = 0.25 * part
+        reference.step()
+    torch.testing.assert_close(state.weight, torch.cat([p.detach() for p in params]), rtol=1e-6, atol=0)
+
+
+def test_device_memory_is_fourteen_bytes_a_selected_element() -> None:
+    shard = table(0)
+    state = SelectedState(shard, torch.bfloat16, CPU)
+    state.fetch(host(shard.numel), COLUMNS)
+    tensors = (state.weight, state.exp_avg, state.exp_avg_sq, state.wire)
+    assert sum(tensor.nbytes for tensor in tensors) == 14 * state.layout.numel
