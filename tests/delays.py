@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -47,3 +49,35 @@ class LateTransfers(Transfers):
         for host, copy in self._reading.pop(buffer, []):
             if not host.eq(copy).all():
                 raise AssertionError(f"host buffer {buffer} was filled again before its copy to the device was done")
+
+
+@contextlib.contextmanager
+def everything_late(seed: int, longest_secs: float) -> Iterator[None]:
+    """Within this context copies of new engines land late, and their background processes sleep around each command."""
+    import lightning_zenflow.optimizer as optimizer_module
+    from lightning_zenflow.offload import process
+
+    if not longest_secs:
+        yield
+        return
+    patch = f"""
+import random, time
+from lightning_zenflow.offload import worker
+randomly, longest = random.Random({seed}), {longest_secs}
+def slowed(original):
+    def call(*args, **kwargs):
+        time.sleep(randomly.random() * longest)
+        result = original(*args, **kwargs)
+        time.sleep(randomly.random() * longest)
+        return result
+    return call
+worker.HostAdamW.accumulate = slowed(worker.HostAdamW.accumulate)
+worker.HostAdamW.update = slowed(worker.HostAdamW.update)
+"""
+    transfers, bootstrap = optimizer_module.Transfers, process.BOOTSTRAP
+    optimizer_module.Transfers = lambda: LateTransfers(seed, longest_secs)  # type: ignore[assignment, misc]
+    process.BOOTSTRAP = bootstrap.replace("main(*", f"exec({patch!r})\nmain(*")
+    try:
+        yield
+    finally:
+        optimizer_module.Transfers, process.BOOTSTRAP = transfers, bootstrap  # type: ignore[misc]

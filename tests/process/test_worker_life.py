@@ -1,0 +1,351 @@
+"""How a worker starts, fails, is stopped, killed and closed, as its trainer sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from lightning_zenflow.offload import client as client_module
+from lightning_zenflow.offload import process
+from lightning_zenflow.offload.client import HostClient, WorkerDied, WorkerTimeout
+from lightning_zenflow.offload.layout import ArenaLayout
+from tests.process.helpers import (
+    HYPER,
+    SLOW,
+    is_gone,
+    patch_worker,
+    run_trainer,
+    running,
+    secs_until,
+    shared_resident_bytes,
+    step,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def launch() -> HostClient:
+    layout = ArenaLayout(1024, torch.bfloat16, 1)
+    return HostClient.launch(layout, (1024,), cores=None, lr_scale="linear", timeout_secs=20)
+
+
+def accumulate_forever(client: HostClient) -> None:
+    while True:
+        client.accumulate(0, 1.0, (0.1,))
+
+
+def check_forever(client: HostClient) -> None:
+    while True:
+        client.check()
+
+
+# -- start ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_starts_within_three_seconds() -> None:
+    secs = []
+    for _ in range(2):  # the better of two: other tests may keep this machine busy
+        begin = time.monotonic()
+        with running():
+            secs.append(time.monotonic() - begin)
+    assert min(secs) < 3
+
+
+def test_a_worker_imports_neither_lightning_nor_deepspeed_nor_sees_a_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "report"
+    code = f"""
+import os, sys
+from lightning_zenflow.offload import worker
+names = {{name.partition(".")[0] for name in sys.modules}}
+open({str(report)!r}, "w").write(" ".join([*names, "devices=" + os.environ["CUDA_VISIBLE_DEVICES"]]))
+"""
+    patch_worker(monkeypatch, code)
+    with running():
+        words = report.read_text().split()
+    assert "torch" in words and "devices=" in words
+    assert not {"lightning", "pytorch_lightning", "deepspeed", "transformers"} & set(words)
+
+
+def test_modules_of_the_same_name_in_the_working_directory_are_not_picked_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("types", "signal", "struct", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    with running() as client:
+        client.check()
+
+
+def test_a_launch_does_not_wait() -> None:
+    begin = time.monotonic()
+    client = launch()
+    assert time.monotonic() - begin < 0.5
+    client.arena.master.fill_(1)
+    client.wait_ready()
+    client.close()
+
+
+def test_a_worker_that_does_not_get_ready_is_reported_with_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "START_TIMEOUT_SECS", 0.5)
+    monkeypatch.setattr(process, "EXIT_GRACE_SECS", 0.5)
+    patch_worker(monkeypatch, "import time; time.sleep(30)")
+    with (
+        pytest.raises(WorkerTimeout, match=r"did not answer within 0\.5 seconds; its process state is S \(sleeping\)"),
+        running(),
+    ):
+        pass
+
+
+def test_a_failing_import_of_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_worker(monkeypatch, "import sys; sys.modules['torch'] = None")
+    with pytest.raises(WorkerDied, match=r"failed with ModuleNotFoundError: .*torch(.|\n)*Traceback"), running():
+        pass
+
+
+def test_a_program_that_ends_at_once_is_reported_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "BOOTSTRAP", "raise SystemExit(3)")
+    with pytest.raises(WorkerDied, match=r"ended with exit code 3; no step was handed over to it yet"), running():
+        pass
+
+
+@pytest.mark.parametrize("ends", [(), (512,), (512, 1000), (700, 512, 1024), (-1, 1024)])
+def test_group_ends_that_do_not_fit_the_shard_are_refused(ends: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="`group_ends` must rise to `numel` 1024, got"):
+        HostClient.launch(ArenaLayout(1024, torch.bfloat16, 1), ends, cores=None, lr_scale="linear", timeout_secs=20)
+
+
+def test_too_little_memory_is_said_before_anything_is_started() -> None:
+    children = psutil.Process().children()
+    with pytest.raises(MemoryError, match=r"needs .* GiB for 100,000,000,000,000 parameters of this rank"):
+        HostClient.launch(
+            ArenaLayout(10**14, torch.bfloat16, 1), (10**14,), cores=None, lr_scale="linear", timeout_secs=20
+        )
+    assert psutil.Process().children() == children
+
+
+# -- failure ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_the_worker_reaches_the_trainer_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+from lightning_zenflow.offload import worker
+def broken(*args, **kwargs):
+    raise ArithmeticError("the kernel is broken")
+worker.adamw_ = broken
+"""
+    patch_worker(monkeypatch, code)
+    with running() as client:
+        step(client, clock=41)
+        with pytest.raises(WorkerDied) as error:
+            client.collect()
+        text = str(error.value)
+        assert "failed with ArithmeticError: the kernel is broken and ended with exit code 1" in text
+        assert "the last step handed over to it was 41" in text
+        assert "Traceback (most recent call last)" in text and "in broken\n" in text
+        with pytest.raises(WorkerDied, match="the kernel is broken"):  # told again, not a bare end of file
+            client.drain()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["idle", "busy", "starting"])
+def test_a_killed_worker_is_reported_at_once_with_signal_exit_code_and_last_step(
+    number: signal.Signals, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if when == "busy":
+        patch_worker(monkeypatch, SLOW)
+    layout = ArenaLayout(16384, torch.bfloat16, 1)
+    client = HostClient.launch(layout, (16384,), cores=None, lr_scale="linear", timeout_secs=20)
+    try:
+        if when != "starting":
+            client.wait_ready()
+            step(client, clock=7)
+            client.drain() if when == "idle" else time.sleep(0.2)
+        os.kill(client.pid, number)
+        begin = time.monotonic()
+        with pytest.raises(WorkerDied) as error:
+            {"starting": HostClient.wait_ready, "busy": HostClient.collect, "idle": check_forever}[when](client)
+        assert time.monotonic() - begin < 5
+        cause = rf"pid {client.pid}\) was killed by {number.name} \(exit code -{int(number)}"
+        error.match(cause + ("; out of memory is the usual cause, see dmesg" if number == signal.SIGKILL else r"\)"))
+        error.match("no step was handed over" if when == "starting" else "the last step handed over to it was 7")
+    finally:
+        client.close()
+        client.close()
+
+
+def test_a_launch_notices_a_dead_worker() -> None:
+    with running() as client:
+        os.kill(client.pid, signal.SIGKILL)
+        assert secs_until(lambda: is_gone(client.pid)) < 5
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            step(client)
+
+
+def test_a_stopped_worker_is_a_timeout_that_names_state_seconds_and_setting() -> None:
+    with running(timeout_secs=0.5) as client:
+        os.kill(client.pid, signal.SIGSTOP)
+        step(client)
+        with pytest.raises(WorkerTimeout) as error:
+            client.collect()
+        error.match(rf"pid {client.pid}\) did not answer within 0\.5 seconds; its process state is T \(stopped\)")
+        error.match("raise `worker_timeout_secs`")
+        client.check()
+        os.kill(client.pid, signal.SIGCONT)
+        assert client.collect().held_steps == 1  # nothing is lost by waiting in vain
+
+
+def test_sending_to_a_stopped_worker_never_blocks_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "EXIT_GRACE_SECS", 0.5)
+    with running(timeout_secs=0.5) as client:
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerTimeout, match=r"T \(stopped\)"):
+            accumulate_forever(client)
+        begin = time.monotonic()
+        client.close()  # cannot ask a stopped process, so it kills
+        assert time.monotonic() - begin < process.EXIT_GRACE_SECS + 2
+        assert is_gone(client.pid)
+
+
+def test_what_schedulers_send_to_whole_jobs_does_not_end_a_worker() -> None:
+    client = launch()
+    assert secs_until(lambda: _ignores(client.pid, signal.SIGUSR1)) < 1  # long before it is ready
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(client.pid, number)
+    client.wait_ready()
+    client.check()
+    assert os.getsid(client.pid) == client.pid != os.getsid(0)
+    client.close()
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(int(entry.split()[1], 16) for entry in lines if entry.startswith("SigIgn:"))
+    return bool(mask >> (number - 1) & 1)
+
+
+def test_a_worker_started_where_signals_are_ignored_and_blocked_still_dies_of_sigterm(tmp_path: Path) -> None:
+    code = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+client = start()
+os.kill(client.pid, signal.SIGTERM)
+try:
+    while True:
+        client.check()
+except RuntimeError as error:
+    print("SIGTERM" in str(error))
+"""
+    assert run_trainer(tmp_path, code) == ["True"]
+
+
+# -- use --------------------------------------------------------------------------------------------------------------
+
+
+def test_collecting_without_an_update_is_refused() -> None:
+    with running() as client, pytest.raises(RuntimeError, match="`collect` must follow an `update`"):
+        client.collect()
+
+
+def test_updates_are_collected_in_order_and_launches_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_worker(monkeypatch, SLOW)
+    with running(512, blocks=4) as client:
+        begin = time.monotonic()
+        for block in range(2):
+            client.accumulate(block, 1.0, (0.1,))
+            client.update(block, block, block + 1, 0.0, (HYPER,))
+        assert time.monotonic() - begin < 0.1
+        assert client.outstanding == 2
+        assert [client.collect().block, client.collect().block] == [0, 1]
+        assert client.outstanding == 0 and client.update_secs > 0.1
+
+
+def test_a_slot_is_waited_for_until_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_worker(monkeypatch, SLOW)
+    with running(512) as client:
+        step(client, 1)
+        client.wait_slot(1)
+        client.accumulate(1, 1.0, (0.1,))
+        client.wait_slot(1)  # behind the slow update
+        assert client.update_secs > 0.2 and client.outstanding == 1
+
+
+def test_a_call_from_a_signal_handler_into_a_waiting_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_worker(monkeypatch, SLOW)
+    with running(2048) as client:
+        step(client)
+        signal.signal(signal.SIGUSR1, lambda *_: client.drain())
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(RuntimeError, match="must be used by one call at a time"):
+            client.collect()
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        assert client.collect().held_steps == 1
+
+
+def test_a_thread_may_start_and_use_a_worker_that_outlives_it() -> None:
+    clients = []
+
+    def start() -> None:
+        with_worker = launch()
+        with_worker.wait_ready()
+        step(with_worker)
+        clients.append(with_worker)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    (client,) = clients
+    assert client.collect().held_steps == 1
+    client.close()
+
+
+# -- end --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_close_ends_the_process_soon_and_may_be_repeated(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if busy:
+        patch_worker(monkeypatch, SLOW)
+    with running(16384) as client:
+        if busy:
+            step(client)
+        begin = time.monotonic()
+        client.close()
+        assert time.monotonic() - begin < 2
+        assert not psutil.pid_exists(client.pid)
+        client.close()
+        with pytest.raises(RuntimeError, match="`HostClient` must be open"):
+            client.drain()
+
+
+def test_a_dropped_client_ends_its_worker() -> None:
+    client = launch()
+    client.wait_ready()
+    pid = client.pid
+    del client
+    assert not psutil.pid_exists(pid)
+
+
+def test_starting_and_closing_five_times_leaves_no_memory_and_no_descriptor() -> None:
+    numel = 4 * 2**20
+    counts = []
+    for _ in range(6):
+        with running(numel) as client:
+            client.arena.master.fill_(1)
+            step(client)
+            client.collect()
+        resident = psutil.Process().memory_info().rss
+        counts.append((len(os.listdir("/proc/self/fd")), shared_resident_bytes(), resident))
+    descriptors, shared, resident = zip(*counts[1:], strict=True)
+    assert len(set(descriptors)) == 1
+    assert max(shared) - min(shared) < 2**20
+    assert max(resident) - min(resident) < 4 * 2**20
