@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.gradients import GradientInbox
 from lightning_zenflow.offload.client import HostClient
-from lightning_zenflow.offload.protocol import Updated
 from lightning_zenflow.schedule import Schedule, StepPlan, block_range
 from lightning_zenflow.selected import HostState, SelectedState
 from lightning_zenflow.shards import Segment, ShardTable
@@ -158,9 +157,7 @@ class ShardOptimizer:
         self._transfers = transfers or Transfers()
         self.clock = 0
         self.stats = StepStats()
-        self._held_steps = [0] * schedule.update_interval
         self._in_flight: deque[int] = deque()  # how many steps each block under way stands for, oldest first
-        self._finished: deque[Updated] = deque()  # blocks that are done but not due yet
         self._launched = 0
         self._changed = (0, 0)
         self._waited_secs = 0.0
@@ -177,8 +174,9 @@ class ShardOptimizer:
 
     def _open_inbox(self) -> None:
         # Two slots, used in turn: the host may still read the gradient of the step before.
-        slot = self.host.arena.slots[self.clock % 2]
-        self.inbox.open(slot, selecting=self._schedule.plan(self.clock + 1).reselect)
+        slot = self.clock % 2
+        self.host.wait_slot(slot)  # the gradient of two steps ago has been read: its block arrived at the last step
+        self.inbox.open(self.host.arena.slots[slot], selecting=self._schedule.plan(self.clock + 1).reselect)
         self._squares = None
 
     def begin_step(self) -> None:
@@ -227,7 +225,6 @@ class ShardOptimizer:
 
     def _launch_accumulate(self, factor: float, groups: tuple[Hyper, ...]) -> None:
         self.host.accumulate(self.clock % 2, factor, tuple(group.lr for group in groups))
-        self._held_steps = [steps + 1 for steps in self._held_steps]
 
     def _launch_block(self, plan: StepPlan, groups: tuple[Hyper, ...]) -> None:
         """Lets the host update this step's block while the device goes on; warm-up has no block of its own."""
@@ -239,9 +236,8 @@ class ShardOptimizer:
         half = self._launched % 2
         # The half was copied to the device two blocks ago; the host must not fill it before that copy is done.
         self._transfers.wait_to_device(half)
+        self._in_flight.append(self.host.ledger.held[block])
         self.host.update(block, half, clock, look_ahead, groups)
-        self._in_flight.append(self._held_steps[block])
-        self._held_steps[block] = 0
         self._launched += 1
 
     def _receive_blocks(self, plan: StepPlan, groups: tuple[Hyper, ...]) -> None:
@@ -262,8 +258,10 @@ class ShardOptimizer:
 
     def _collect(self, keep: int) -> None:
         """Copies finished blocks into the weights, oldest first, until only `keep` are under way."""
-        while len(self._in_flight) > keep:
-            done = self._finished.popleft() if self._finished else self._await_block()
+        while self.host.outstanding > keep:
+            start_secs = time.perf_counter()
+            done = self.host.collect()  # waits for the host, bounded by `worker_timeout_secs`
+            self._waited_secs += time.perf_counter() - start_secs
             self._in_flight.popleft()
             start, stop = block_range(self._table.numel, self._schedule.update_interval, done.block)
             outbox = self.host.arena.outboxes[done.half]
@@ -272,12 +270,6 @@ class ShardOptimizer:
             self._changed = (
                 (min(start, self._changed[0]), max(stop, self._changed[1])) if any(self._changed) else (start, stop)
             )
-
-    def _await_block(self) -> Updated:
-        start = time.perf_counter()
-        done = self.host.collect()  # waits for the host, bounded by `worker_timeout_secs`
-        self._waited_secs += time.perf_counter() - start
-        return done
 
     def settle(self) -> bool:
         """Applies every gradient the host holds and shows the device the masters. Returns whether anything changed.
@@ -310,8 +302,7 @@ class ShardOptimizer:
         Waits until the host is idle, leaves a finished block where it is until its step, and copies the selected
         state over its shadow.
         """
-        while self.host.outstanding:
-            self._finished.append(self._await_block())
+        self.host.drain()  # waits until the host is idle; nobody else may write to its state
         self.selected.send_home(self._host_state)
 
     def _finish_step(self, norm: float, clipped: float, *, skipped: bool = False, **stalls: float) -> None:
@@ -326,7 +317,7 @@ class ShardOptimizer:
             to_device_bytes=self._transfers.to_device_bytes,
             worker_accumulate_secs=self.host.accumulate_secs,
             worker_update_secs=self.host.update_secs,
-            deferred_age_steps=max(0, *self._in_flight, *self._held_steps),
+            deferred_age_steps=max(0, *self._in_flight, *self.host.ledger.held),
             grad_norm=norm,
             grad_norm_clipped=clipped,
         )
@@ -334,5 +325,7 @@ class ShardOptimizer:
         self._open_inbox()
 
     def close(self) -> None:
-        """Ends the background process and gives its memory back. Safe to call again."""
+        """Ends the background process and gives its memory back. Safe to call again; nothing else may be called then."""
+        for name in ("inbox", "_host_state"):  # their views would keep the memory mapped
+            self.__dict__.pop(name, None)
         self.host.close()

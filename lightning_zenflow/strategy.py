@@ -135,6 +135,13 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self.config["gradient_accumulation_steps"] = 1
         self.config.pop("train_batch_size", None)
 
+    def _auto_select_batch_size(self) -> int:
+        """Batch size for DeepSpeed's throughput log; the base class fails on loaders that batch nothing themselves."""
+        assert self.lightning_module is not None
+        source = self.lightning_module.trainer.fit_loop._data_source
+        loader = source.dataloader() if source.is_defined() else None
+        return getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1
+
     # -- environment ------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:

@@ -77,10 +77,10 @@ def param_groups(model: Zoo, decoupled: bool = True) -> list[dict[str, Any]]:
     ]
 
 
-def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, micro: int, rank: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
     ids = torch.randint(0, VOCAB, (8, 4), generator=generator)
-    return ids, torch.randint(0, VOCAB, (8,), generator=generator)
+    return ids.to(device), torch.randint(0, VOCAB, (8,), generator=generator).to(device)
 
 
 def zenflow_config(case: Case) -> ZenFlowConfig:
@@ -96,19 +96,19 @@ def zenflow_config(case: Case) -> ZenFlowConfig:
     )
 
 
-def run_case(case: Case, rank: int = 0, world_size: int = 1) -> dict[str, float]:
+def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu") -> dict[str, float]:
     """Trains engine and reference side by side; returns the largest relative differences seen.
 
     The reference gets the engine's own gradients, which are compared with autograd's on a copy of the model, so that an
     error in either shows up as itself. Weights are compared after every step, and once more after settling.
     """
     torch.manual_seed(0)
-    model, twin = Zoo(), Zoo()
+    model, twin = Zoo().to(device), Zoo().to(device)
     twin.load_state_dict(model.state_dict())
     groups = param_groups(model, case.decoupled)
     names = {id(param): name for name, param in model.named_parameters()}
     initial = [
-        (names[id(param)], param.detach().clone(), index)
+        (names[id(param)], param.detach().cpu().clone(), index)
         for index, group in enumerate(groups)
         for param in group["params"]
     ]
@@ -146,13 +146,13 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1) -> dict[str, float]
             for micro in range(case.accumulate):
                 use_sometimes = not (case.skips_parameter and step % 3 == 2)
                 engine.set_gradient_accumulation_boundary(micro == case.accumulate - 1)
-                ids, targets = batch(step, micro, rank)
+                ids, targets = batch(step, micro, rank, device)
                 loss = F.cross_entropy(engine(ids, use_sometimes), targets) / case.accumulate
                 if step == case.nan_step:
                     loss = loss * float("nan")
                 engine.backward(loss)
                 for other in range(world_size):
-                    ids, targets = batch(step, micro, other)
+                    ids, targets = batch(step, micro, other, device)
                     share = case.accumulate * world_size
                     (F.cross_entropy(twin(ids, use_sometimes), targets) / share).backward()
             grads = {name: zero.gradient(param).clone() for name, param in params.items()}
@@ -162,19 +162,19 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1) -> dict[str, float]
                         expected = torch.zeros_like(param) if param.grad is None else param.grad
                         worst["gradient"] = max(worst["gradient"], relative(grads[name], expected))
             engine.step()
-            reference.step(grads)
+            reference.step({name: grad.cpu() for name, grad in grads.items()})
             if step != case.nan_step:
                 worst["norm"] = max(worst["norm"], abs(zero.shard.stats.grad_norm / reference.grad_norm - 1))
             assert zero.shard.clock == reference.clock, (zero.shard.clock, reference.clock)
             for name, param in params.items():
-                worst["weights"] = max(worst["weights"], relative(param.detach(), reference.weights(name)))
+                worst["weights"] = max(worst["weights"], relative(param.detach().cpu(), reference.weights(name)))
             if case.lr_changes:
                 for group, own in zip(zero.param_groups, reference.groups, strict=True):
                     group["lr"] = own["lr"] = own["lr"] * (1.3 if step % 2 else 0.6)
         zero.settle()
         reference.settle()
         for name, param in params.items():
-            worst["weights"] = max(worst["weights"], relative(param.detach(), reference.masters(name)))
+            worst["weights"] = max(worst["weights"], relative(param.detach().cpu(), reference.masters(name)))
         assert model.head.weight is model.tokens.weight
     return worst
 

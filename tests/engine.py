@@ -16,10 +16,10 @@ from lightning_zenflow.zero.install import installed, without_compiling
 from lightning_zenflow.zero.stage12 import RunSettings, ZenFlowZeroOptimizer
 
 
-def init_distributed() -> None:
+def init_distributed(backend: str = "gloo") -> None:
     """Joins the process group that MASTER_ADDR, RANK and so on describe."""
     with without_compiling():
-        deepspeed.init_distributed("gloo", dist_init_required=True, verbose=False)
+        deepspeed.init_distributed(backend, dist_init_required=True, verbose=False)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_zenflow.config import ZenFlowConfig
 from tests.cases import Case, Zoo, batch, param_groups, relative, run_case
@@ -150,3 +151,46 @@ def tiny_steps(topk_ratio: float, steps: int = 200) -> dict[str, float]:
             torch.equal(param.detach().flatten(), masters[i].bfloat16()) for i, param in enumerate(model.parameters())
         )
         return {"moved": relative(moved, expected), "movement": expected.abs().mean().item(), "rounded": float(rounded)}
+
+
+def char_gpt(lr: float) -> float:
+    """Trains the char-GPT through the Trainer with bf16 weights; returns the mean loss of the last 50 steps."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_zenflow import ZenFlowStrategy
+    from tests.char_gpt import CharGPT, batches, learning_rate, load_text
+
+    losses = []
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = CharGPT()
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            ids, following = batch
+            loss = F.cross_entropy(self.net(ids).float().flatten(0, 1), following.flatten())
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1.0)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: learning_rate(done + 1, lr))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    torch.set_num_threads(1)
+    zenflow = ZenFlowConfig(topk_ratio=0.1, select_strategy="step", select_interval=16, update_interval=4)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ZenFlowStrategy(zenflow),
+        precision="bf16-true",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(list(batches(load_text())), batch_size=None))
+    return sum(losses[-50:]) / 50

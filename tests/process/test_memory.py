@@ -92,11 +92,12 @@ def test_every_level_of_a_v1_hierarchy_counts(tmp_path: Path) -> None:
 
 def test_a_container_that_sees_its_own_cgroup_as_the_mount_is_understood(tmp_path: Path) -> None:
     mount = "30 25 0:26 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
-    machine(tmp_path, cgroup="3:memory:/docker/abc", mount=mount)
-    folder = tmp_path / "sys/fs/cgroup/memory"
-    write(folder / "memory.limit_in_bytes", str(4 * GIB))
-    write(folder / "memory.usage_in_bytes", str(GIB))
-    with pytest.raises(MemoryError, match=r"3.00 GiB are available"):
+    machine(tmp_path, cgroup="3:memory:/docker/abc/job", mount=mount)
+    for level, limit in ((".", 16 * GIB), ("job", 4 * GIB)):
+        folder = tmp_path / "sys/fs/cgroup/memory" / level
+        write(folder / "memory.limit_in_bytes", str(limit))
+        write(folder / "memory.usage_in_bytes", str(GIB))
+    with pytest.raises(MemoryError, match=r"3.00 GiB are available .*/memory/job"):
         check(tmp_path, 3.5)
 
 

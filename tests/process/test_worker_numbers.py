@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -141,17 +143,39 @@ def test_more_blocks_than_elements_leave_the_last_ones_empty() -> None:
     arena.close()
 
 
-def test_an_exception_in_one_thread_ends_the_pass_and_is_raised(arena: Arena) -> None:
+def test_an_exception_ends_the_pass_of_all_threads_and_is_raised(arena: Arena) -> None:
     host = adamw(arena, threads=3)
     started = []
 
     def work(piece: worker.Piece, scratch: Tensor) -> None:
         started.append(piece)
-        raise ValueError("broken piece")
+        if threading.current_thread() is threading.main_thread():
+            raise ValueError("broken piece")
+        time.sleep(0.001)
 
     with pytest.raises(ValueError, match="broken piece"):
         host._sweep([(0, 1, 0)] * 1000, work)
-    assert len(started) <= 3
+    assert len(started) < 100
+    _end_threads(host)
+
+
+def _end_threads(host: worker.HostAdamW) -> None:
+    """Does what the end of the worker does; the exception's traceback keeps the threads' owner alive here."""
+    assert host._pool is not None
+    host._pool.shutdown()
+
+
+def test_an_exception_in_another_thread_is_raised_too(arena: Arena) -> None:
+    host = adamw(arena, threads=3)
+
+    def work(piece: worker.Piece, scratch: Tensor) -> None:
+        time.sleep(0.001)
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("broken piece")
+
+    with pytest.raises(ValueError, match="broken piece"):
+        host._sweep([(0, 1, 0)] * 100, work)
+    _end_threads(host)
 
 
 def test_restored_counts_continue_as_if_never_stopped(arena: Arena) -> None:

@@ -1,0 +1,131 @@
+"""Commands out and answers in, in order, with a time limit on every wait."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from lightning_zenflow.offload.errors import WorkerDied, WorkerTimeout
+from lightning_zenflow.offload.process import WorkerProcess
+from lightning_zenflow.offload.protocol import (
+    Accumulate,
+    Accumulated,
+    Command,
+    Failure,
+    Ready,
+    Reply,
+    Restore,
+    Update,
+    Updated,
+)
+
+
+class Channel:
+    """What was sent to the worker, what of it is answered, and why it died if it did.
+
+    Attributes:
+        unanswered: Commands that the worker has not finished, oldest first.
+        updated: Answers to updates that nobody has collected, oldest first.
+        accumulate_secs: Busy time of the worker's last accumulation.
+        update_secs: Busy time of the worker's last update.
+        is_closed: No call is accepted any more.
+    """
+
+    def __init__(self, process: WorkerProcess, timeout_secs: float) -> None:
+        self.unanswered: deque[Accumulate | Update] = deque()
+        self.updated: deque[Updated] = deque()
+        self.accumulate_secs = 0.0
+        self.update_secs = 0.0
+        self.is_closed = False
+        self._process = process
+        self._timeout_secs = timeout_secs
+        self._last_clock = 0
+        self._death: WorkerDied | None = None
+        self._is_busy = False
+
+    def wait_ready(self, limit_secs: float) -> None:
+        """Waits for the answer to `Start`, at most `limit_secs`."""
+        with self._alone():
+            if not isinstance(self._receive(limit_secs), Ready):
+                remedy = "Its start takes too long: look at the load of this machine."
+                raise WorkerTimeout.after(self._process.pid, limit_secs, self._process.state(), remedy)
+
+    def launch(self, command: Command) -> None:
+        """Sends `command`. Does not wait, unless hundreds of commands are unanswered."""
+        with self._alone():
+            self._take_answers()  # so that neither side's socket ever fills up
+            try:
+                self._process.send(command)
+            except BlockingIOError as error:
+                raise self._timeout() from error
+            except OSError as error:
+                self._take_answers()  # there may be a traceback
+                raise self._died() from error
+            if not isinstance(command, Restore):
+                self.unanswered.append(command)
+            if isinstance(command, Update):
+                self._last_clock = command.clock
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Takes over answers until `done`, at most for the time limit."""
+        with self._alone():
+            deadline = time.monotonic() + self._timeout_secs
+            while not done():
+                if self._receive(max(0.0, deadline - time.monotonic())) is None:
+                    raise self._timeout()
+
+    def check(self) -> None:
+        """Raises `WorkerDied` if the worker has ended. Does not wait."""
+        with self._alone():
+            self._take_answers()
+            if self._process.has_ended():
+                self._take_answers()
+                raise self._died()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A signal handler or a thread that calls in here in the middle of a call would tear messages apart."""
+        if self._is_busy:
+            raise RuntimeError(
+                "`HostClient` must be used by one call at a time, got a call from inside another (a signal handler or a"
+                " thread). Set a flag there and act at the end of the step."
+            )
+        if self._death is not None:
+            raise self._death
+        if self.is_closed:
+            raise RuntimeError("`HostClient` must be open, got a call after `close`. Start a new one.")
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def _take_answers(self) -> None:
+        while self._receive(0) is not None:
+            pass
+
+    def _receive(self, limit_secs: float) -> Reply | None:
+        """Takes over the next answer, or `None` if there is none in time."""
+        try:
+            reply: Reply | None = self._process.receive(limit_secs)
+        except EOFError as error:
+            raise self._died() from error
+        if isinstance(reply, Failure):
+            raise self._died(reply)
+        if isinstance(reply, Accumulated):
+            self.unanswered.popleft()  # answered in order
+            self.accumulate_secs = reply.secs
+        elif isinstance(reply, Updated):
+            self.unanswered.popleft()
+            self.updated.append(reply)
+            self.update_secs = reply.secs
+        return reply
+
+    def _died(self, failure: Failure | None = None) -> WorkerDied:
+        self._death = WorkerDied.because(self._process.pid, self._process.cause_of_death(), self._last_clock, failure)
+        return self._death
+
+    def _timeout(self) -> WorkerTimeout:
+        return WorkerTimeout.after(self._process.pid, self._timeout_secs, self._process.state())
