@@ -33,9 +33,9 @@ class StallMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         assert isinstance(trainer.strategy, ZenFlowStrategy)
-        step = trainer.global_step
-        if step == self._logged_step or step % trainer.log_every_n_steps:
-            return  # a micro-batch, or not yet
+        step, interval = trainer.global_step, trainer.log_every_n_steps
+        if step == self._logged_step or interval == 0 or step % interval:
+            return  # a micro-batch, or not yet, or never
         self._logged_step = step
         metrics = trainer.strategy.step_stats.metrics()
         for logger in trainer.loggers:

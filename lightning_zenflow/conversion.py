@@ -27,8 +27,6 @@ def convert(optimizer: Optimizer) -> ZenFlowAdamW:
     Raises:
         ValueError: The optimizer or one of its flags is not supported.
     """
-    if isinstance(optimizer, ZenFlowAdamW):
-        return optimizer
     decoupled = _decoupled(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         _refuse_flags(optimizer, index, group)
@@ -41,10 +39,14 @@ def convert(optimizer: Optimizer) -> ZenFlowAdamW:
         raise ValueError(
             f"`{_name(optimizer)}` must have no step hooks, since its own step is never called. Use a Lightning callback."
         )
-    converted = ZenFlowAdamW([{"params": group["params"]} for group in optimizer.param_groups])
-    for group in optimizer.param_groups:
+    # A list of its own: ZeRO cannot take a group without trainable parameters, while schedulers count on all of them.
+    groups = [group for group in optimizer.param_groups if any(param.requires_grad for param in group["params"])]
+    if not groups:
+        raise ValueError("The optimizer must hold at least one trainable parameter, got none. Check `requires_grad`.")
+    converted = ZenFlowAdamW([{"params": group["params"]} for group in groups])
+    for group in groups:
         group.setdefault("decoupled_weight_decay", decoupled)
-    converted.param_groups = list(optimizer.param_groups)  # DeepSpeed drops empty groups from the list it is given
+    converted.param_groups = groups
     # A scheduler made for `optimizer` warns unless that optimizer has stepped; its step is this one's from here on.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return converted
@@ -53,8 +55,8 @@ def convert(optimizer: Optimizer) -> ZenFlowAdamW:
 def _decoupled(optimizer: Optimizer) -> bool:
     """Whether weight decay is decoupled where the groups do not say so themselves."""
     kind = type(optimizer)
-    if kind in (torch.optim.AdamW, torch.optim.Adam):
-        return kind is torch.optim.AdamW
+    if kind in (torch.optim.AdamW, torch.optim.Adam, ZenFlowAdamW):
+        return kind is not torch.optim.Adam
     if kind.__module__.startswith("deepspeed.ops.adam") and kind.__name__ in ("DeepSpeedCPUAdam", "FusedAdam"):
         # One name each: `adam_w_mode` holds a bool in the first and 0 or 1 in the second.
         return bool(getattr(optimizer, "adam_w_mode", True))

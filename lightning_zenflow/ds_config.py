@@ -29,6 +29,8 @@ _REFUSED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("pipeline", "stages"), (None, 1, "auto"), "pipeline parallelism is not supported"),
     (("managed_gradient_accumulation",), (True,), "Lightning accumulates"),
     (("hybrid_engine", "enabled"), (False,), "it is not supported"),
+    (("sequence_parallel_size",), (1,), "sequence parallelism is not supported"),
+    (("zero_optimization", "cpu_offload_params"), (False, None), "parameters are offloaded by ZeRO-3 only"),
 )
 
 
@@ -46,6 +48,62 @@ def take_zenflow_block(config: Mapping[str, Any]) -> tuple[dict[str, Any], Mappi
     zero = config.get("zero_optimization")
     block = zero.pop("zenflow", None) if isinstance(zero, dict) else None
     return config, block
+
+
+def drop_auto(config: dict[str, Any]) -> None:
+    """Removes, in place, each `"auto"` that stands for a setting of the Trainer: batch size, clipping, precision.
+
+    Raises:
+        ValueError: Another setting is `"auto"`, for which there is nothing to take it from.
+    """
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        if config.get(key) == "auto":
+            del config[key]
+    for key in ("fp16", "bf16"):
+        if _look_up(config, (key, "enabled"), default=None) == "auto":
+            del config[key]
+    for block in ("optimizer", "scheduler"):
+        for name, value in (_look_up(config, (block, "params"), default=None) or {}).items():
+            if value == "auto":
+                raise ValueError(
+                    f'`{block}.params.{name}` must be a value in the DeepSpeed config, got "auto". Write the value, or configure'
+                    f" the {block} in `configure_optimizers`."
+                )
+
+
+def check_against_trainer(config: Mapping[str, Any], precision: Any, gradient_clip_val: float | None) -> None:
+    """Compares what both a DeepSpeed config and the Trainer can say.
+
+    Raises:
+        ValueError: They differ.
+    """
+    clip = config.get("gradient_clipping")
+    if None not in (clip, gradient_clip_val) and clip != gradient_clip_val:
+        raise ValueError(
+            f"`gradient_clip_val` must agree with the DeepSpeed config, got {gradient_clip_val} and `gradient_clipping`={clip}."
+            " Give one of them."
+        )
+    for key, prefix in (("fp16", "16-"), ("bf16", "bf16-")):
+        enabled = _look_up(config, (key, "enabled"), default=None)
+        if enabled is not None and enabled != str(precision).startswith(prefix):
+            raise ValueError(
+                f"`precision` must agree with the DeepSpeed config, got {precision!r} and `{key}.enabled`={enabled}. Set"
+                f" Trainer(precision='{prefix}mixed') to use {key}, or remove the block."
+            )
+
+
+def check_batch_size(config: Mapping[str, Any], train_batch_size: int | None, accumulate: int, ranks: int) -> None:
+    """Compares DeepSpeed's global batch size with the one that data loader, Trainer and ranks make.
+
+    Raises:
+        ValueError: They differ.
+    """
+    micro = config["train_micro_batch_size_per_gpu"]
+    if train_batch_size not in (None, micro * accumulate * ranks):
+        raise ValueError(
+            f"`train_batch_size` must be {micro * accumulate * ranks} (batch of {micro}, accumulated {accumulate} times, on {ranks}"
+            f" ranks), got {train_batch_size}. Remove the key."
+        )
 
 
 def complete(config: dict[str, Any]) -> None:
@@ -73,6 +131,8 @@ def complete(config: dict[str, Any]) -> None:
                 " Change or remove the key."
             )
     zero["stage"] = stage
+    for deprecated in ("cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory"):
+        zero.pop(deprecated, None)  # older names, which DeepSpeed refuses beside the new one
     # The arena page-locks its own exchange region; DeepSpeed's buffers are given up right after start.
     zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     config["zero_force_ds_cpu_optimizer"] = False

@@ -39,18 +39,21 @@ class GradientInbox:
 
         Called within the stream on which `grad` was reduced. Handing in a segment again before the step adds to it.
         """
-        host = self._slot[segment.start : segment.stop]
         if segment.param in self._squares:
             self._transfers.wait_to_host()  # the first gradient is read back and must have arrived
-            grad = grad + host.to(grad.device)
-        self._squares[segment.param] = square_sum(grad)
+            grad = grad + self.read(segment).to(grad.device)
+        squares = torch.zeros((), dtype=torch.float32, device=grad.device)
+        slots = {} if self._selecting else {slot.piece: slot for slot in self._selected.layout.slots(segment)}
+        for piece in segment.pieces:  # everything that reads a piece does so while it is in cache
+            part = grad[piece.start - segment.start : piece.stop - segment.start]
+            squares += square_sum(part)
+            if piece in slots:
+                slots[piece].pack(part, self._selected.wire)
+            # Last: the event recorded with the copy then stands for the measurements as well.
+            self._transfers.to_host(self._slot[piece.start : piece.stop], part)
+        self._squares[segment.param] = squares
         if self._selecting:
             self.board.record(segment, grad)
-        else:
-            for slot in self._selected.layout.slots(segment):
-                slot.pack(grad[slot.piece.start - segment.start : slot.piece.stop - segment.start], self._selected.wire)
-        # Last: the event recorded with the copy then stands for the measurements as well.
-        self._transfers.to_host(host, grad)
 
     def finish(self) -> Tensor:
         """Waits for all gradients of this step and returns this rank's sum of squares, fp32 `[1]` on the device.

@@ -67,7 +67,6 @@ class ZenFlowAdamW(Optimizer):
         super().__init__(params, defaults)
         for group in self.param_groups:
             _check_group(group)
-        self.shard: ShardOptimizer | None = None
 
     @classmethod
     def from_optimizer(cls, optimizer: Optimizer) -> ZenFlowAdamW:
@@ -202,7 +201,6 @@ class ShardOptimizer:
             loss_scale: What the gradients were multiplied with.
             clip_norm: Largest allowed global norm of the unscaled gradient; 0 for no limit.
         """
-        self._transfers.reset_bytes()
         norm = self.grad_norm(loss_scale)
         if not math.isfinite(norm):  # all ranks see the same sum, so all of them skip
             self._finish_step(norm, math.nan, skipped=True)
@@ -280,6 +278,7 @@ class ShardOptimizer:
             return False
         self._collect(keep=0)
         self._update_all_blocks(self.clock, self._hypers())
+        self.selected.round()
         self.selected.write(self._weights.view)
         return True
 
@@ -322,6 +321,7 @@ class ShardOptimizer:
             grad_norm_clipped=clipped,
         )
         self._step_started = time.perf_counter()
+        self._transfers.reset_bytes()
         self._open_inbox()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zenflow.adamw import Hyper, adamw_
 from lightning_zenflow.shards import Piece, Segment, ShardTable
 
-_CHUNK_NUMEL = 1 << 20  # fp32 gradients exist only in chunks: 4 bytes per selected element saved
+_CHUNK_NUMEL = 1 << 18  # fp32 gradients exist only in chunks: 4 bytes per selected element saved, and all in cache
 
 View = Callable[[Piece], Tensor]
 """Gives the flat elements of a piece in some tensor of the shard."""
@@ -166,18 +166,22 @@ class SelectedState:
         return 12 * self.layout.numel
 
     def update(self, groups: Sequence[Hyper], factor: float, clock: int) -> None:
-        """One AdamW step on the gradients in `wire`, times `factor` (clipping and unscaling)."""
+        """One AdamW step on the gradients in `wire`, times `factor` (clipping and unscaling); then `wire` is rounded."""
         start = 0
         for hyper, end in zip(groups, self.layout.group_ends, strict=True):
             for at in range(start, end, _CHUNK_NUMEL):
                 part = slice(at, min(end, at + _CHUNK_NUMEL))
                 grad = self.wire[part].to(torch.float32, copy=True).mul_(factor)
                 adamw_(self.weight[part], grad, self.exp_avg[part], self.exp_avg_sq[part], hyper, clock=clock)
+                self.wire[part].copy_(self.weight[part])
             start = end
 
-    def write(self, weights: View) -> None:
-        """Rounds the masters into `wire` and writes them into the model's weights."""
+    def round(self) -> None:
+        """Replaces whatever `wire` holds by the rounded masters."""
         self.wire.copy_(self.weight)
+
+    def write(self, weights: View) -> None:
+        """Writes the rounded masters in `wire` into the model's weights."""
         self.layout.unpack(self.wire, weights)
 
 

@@ -77,6 +77,7 @@ class Segment:
         param_start: First element of the part, in the flattened parameter.
         start: First element of the part, in the shard.
         numel: Elements of the part.
+        piece_numel: No piece of several rows is larger than this.
     """
 
     param: int
@@ -84,6 +85,7 @@ class Segment:
     param_start: int
     start: int
     numel: int
+    piece_numel: int
 
     @property
     def stop(self) -> int:
@@ -91,14 +93,17 @@ class Segment:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The part as rectangles: a partition boundary may cut a row at either end, whole rows lie between."""
+        """The part as rectangles: a partition boundary may cut a row at either end, whole rows lie between.
+
+        On a device whose work is done in caches, the rows come in pieces that fit there.
+        """
         cols, pieces = self.spec.cols, []
         at, end = self.param_start, self.param_start + self.numel
         while at < end:
             column = at % cols
             whole_rows = (end - at) // cols
             if column == 0 and whole_rows > 0:
-                rows, width = whole_rows, cols
+                rows, width = min(whole_rows, max(1, self.piece_numel // cols)), cols
             else:
                 rows, width = 1, min(cols - column, end - at)
             pieces.append(Piece(self.start + at - self.param_start, rows, width, column, self.spec.group))
@@ -129,13 +134,16 @@ class ShardTable:
         return self.group_ends[group - 1] if group else 0
 
     @classmethod
-    def build(cls, params: Sequence[ParamSpec], partition_numels: Sequence[int], rank: int) -> ShardTable:
+    def build(
+        cls, params: Sequence[ParamSpec], partition_numels: Sequence[int], rank: int, piece_numel: int = 1 << 62
+    ) -> ShardTable:
         """The table of `rank`.
 
         Args:
             params: All parameters, ordered by group and offset.
             partition_numels: Elements of one rank's partition of each group, padding included.
             rank: Whose table to build.
+            piece_numel: Largest piece of several rows.
         """
         starts = [sum(partition_numels[:group]) for group in range(len(partition_numels))]
         segments = []
@@ -145,6 +153,6 @@ class ShardTable:
             last = min(spec.offset + spec.numel, part_start + partition_numels[spec.group])
             if first < last:
                 start = starts[spec.group] + first - part_start
-                segments.append(Segment(index, spec, first - spec.offset, start, last - first))
+                segments.append(Segment(index, spec, first - spec.offset, start, last - first, piece_numel))
         ends = tuple(start + numel for start, numel in zip(starts, partition_numels, strict=True))
         return cls(tuple(params), tuple(segments), ends)

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast  # noqa: F401  (resolves the base class's annotations)
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -22,6 +26,7 @@ from torch.optim.optimizer import Optimizer
 from lightning_zenflow import ds_config
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.offload.affinity import worker_cores
+from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
 from lightning_zenflow.stats import StepStats
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ _ZERO_ARGUMENTS = (
     "reduce_bucket_size",
     "sub_group_size",
 )
+_LOSS_SCALE_ARGUMENTS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
 class ZenFlowStrategy(DeepSpeedStrategy):
@@ -71,15 +77,21 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._refuse_arguments(stage, kwargs)
         self._zenflow_block: Mapping[str, Any] | None = None
         self._has_own_config = kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ
-        if self._has_own_config:
-            _refuse_beside_config(kwargs)
         super().__init__(stage=stage or 2, **kwargs)
         assert isinstance(self.config, dict)
+        if self._has_own_config:
+            _refuse_beside_config(kwargs, self.config)
         self._merge_stage(stage)
         self.zenflow = _merge_zenflow(given, self._zenflow_block)
         ds_config.complete(self.config)
+        self._settle_first = _SettleFirst()
+        self._begin_run()
+
+    def _begin_run(self) -> None:
         self._skipped_steps_logged = 0
         self._step_is_open = False
+        self._has_ended = False
+        self._frozen: list[tuple[str, nn.Parameter]] = []
 
     # -- settings ---------------------------------------------------------------------------------------------------
 
@@ -109,6 +121,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if loaded is None:
             return None
         loaded, self._zenflow_block = ds_config.take_zenflow_block(loaded)
+        ds_config.drop_auto(loaded)
         return loaded
 
     def _merge_stage(self, stage: int | None) -> None:
@@ -123,24 +136,21 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def _format_config(self) -> None:
         assert isinstance(self.config, dict) and self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        clip = trainer.gradient_clip_val
-        own = self.config.get("gradient_clipping")
-        if own is not None and clip is not None and float(own) != float(clip):
-            raise ValueError(
-                f"`gradient_clip_val` must agree with the DeepSpeed config, got {clip} and `gradient_clipping`={own}."
-                " Give one of them."
-            )
+        ds_config.check_against_trainer(self.config, self.precision_plugin.precision, trainer.gradient_clip_val)
+        # The Trainer's own limit comes with each step, through `ZenFlowPrecision`.
+        self.config.setdefault("gradient_clipping", 0.0)
+        batch_size = self.config.pop("train_batch_size", None)
         super()._format_config()
+        if trainer.state.fn == TrainerFn.FITTING:
+            ds_config.check_batch_size(self.config, batch_size, trainer.accumulate_grad_batches, self.world_size)
         # Lightning scales the loss and says when to step; DeepSpeed would do both a second time.
         self.config["gradient_accumulation_steps"] = 1
-        self.config.pop("train_batch_size", None)
 
     def _auto_select_batch_size(self) -> int:
-        """Batch size for DeepSpeed's throughput log; the base class fails on loaders that batch nothing themselves."""
-        assert self.lightning_module is not None
-        source = self.lightning_module.trainer.fit_loop._data_source
-        loader = source.dataloader() if source.is_defined() else None
-        return getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1
+        try:
+            return super()._auto_select_batch_size()
+        except AttributeError:  # a batch sampler does not have to know its batch size, which only logs show
+            return 1
 
     # -- environment ------------------------------------------------------------------------------------------------
 
@@ -200,6 +210,39 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Trainer) -> None:
+        self._begin_run()
+        if type(self.precision_plugin) is DeepSpeedPrecision:
+            self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)
+        super().setup(trainer)
+        if self._zero is not None:
+            trainer.callbacks.insert(0, self._settle_first)
+
+    def init_deepspeed(self) -> None:
+        assert self.lightning_module is not None and isinstance(self.model, LightningModule)
+        trainer = self.lightning_module.trainer
+        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise ValueError(CLIP_BY_VALUE_MESSAGE)
+        # Not the base class's method, which warns that a `configure_gradient_clipping` of one's own is ignored.
+        if trainer.training:
+            self._initialize_deepspeed_train(self.model)
+        else:
+            self._initialize_deepspeed_inference(self.model)
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        from lightning_zenflow.zero.broadcast import any_layout
+
+        with any_layout():
+            super()._initialize_deepspeed_inference(model)
+
+    def _init_optimizers(self) -> tuple[Optimizer, Any]:
+        optimizer, scheduler = super()._init_optimizers()
+        if isinstance(optimizer, _MockOptimizer):
+            raise ValueError(
+                "`configure_optimizers` must return an optimizer with ZenFlow, got None. Return a torch.optim.AdamW."
+            )
+        return optimizer, scheduler
+
     @property
     def handles_gradient_accumulation(self) -> bool:
         """No: Lightning does, so that the last batch of an epoch steps and `global_step` counts the engine's steps."""
@@ -219,6 +262,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> tuple[Any, Any]:
         from lightning_zenflow.optimizer import ZenFlowAdamW
         from lightning_zenflow.refusals import refuse_unsupported
+        from lightning_zenflow.zero.broadcast import any_layout
         from lightning_zenflow.zero.install import installed
 
         assert isinstance(self.config, dict)
@@ -227,11 +271,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             settings = ds_config.optimizer_settings(self.config["optimizer"])
             optimizer = ZenFlowAdamW([param for param in model.parameters() if param.requires_grad], **settings)
         converted = ZenFlowAdamW.from_optimizer(optimizer)
-        if not any(param.requires_grad for group in converted.param_groups for param in group["params"]):
-            raise ValueError(
-                "The optimizer must hold at least one trainable parameter, got none. Check `requires_grad`."
-            )
-        with installed(self._run_settings()):
+        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+        with installed(self._run_settings()), any_layout():
             return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
 
     def _run_settings(self) -> Any:
@@ -274,9 +315,25 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._step_is_open and self._zero is not None:
+            self._refuse_unfrozen()
             self._zero.shard.begin_step()
             self._step_is_open = True
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if output is None and self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "`training_step` must return a loss with ZenFlow, got None: other ranks would wait for its gradients. Leave"
+                " unwanted batches out in the data loader."
+            )
+        return output
+
+    def _refuse_unfrozen(self) -> None:
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"`{name}.requires_grad` must stay False during `fit`, got True: ZeRO has no place for parameters that"
+                    " were frozen when it started, so they would not be trained. Set it before `fit`."
+                )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._zero is not None:
@@ -286,6 +343,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._step_is_open = False
+        if self._zero is not None and isinstance(self.config, dict):
+            self._zero.clip_grad = self.config["gradient_clipping"]  # until the next step asks for another limit
         self._log_skipped_step()
         return result
 
@@ -299,20 +358,25 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 category=RuntimeWarning,
             )
 
-    def on_train_end(self) -> None:
-        """Settles: no gradient is lost, and the final weights are the rounded fp32 masters."""
-        if self._zero is not None:
-            self._zero.settle()
-        super().on_train_end()
+    def settle(self) -> None:
+        """Brings the weights up to date: no gradient is pending, and they are the rounded fp32 masters.
+
+        `fit` ends with it, before `on_train_end` of callbacks and module. Every rank must call it.
+        """
+        self._training("settle").settle()
 
     def teardown(self) -> None:
         """Ends the background process and removes DeepSpeed's hooks from the module, also after an exception."""
         engine = self.model
+        self._has_ended = True
         try:
             super().teardown()
         finally:
             if engine is not self.lightning_module and hasattr(engine, "destroy"):
                 engine.destroy()
+            trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+            if trainer is not None and self._settle_first in trainer.callbacks:
+                trainer.callbacks.remove(self._settle_first)
 
     # -- what a run tells -------------------------------------------------------------------------------------------
 
@@ -338,17 +402,41 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
         Raises:
             RuntimeError: No training is under way.
+            ValueError: The optimizer does not hold the parameter.
         """
-        return self._training("gradient").gradient(param)
+        zero = self._training("gradient")
+        if not any(param is own for group in zero.bit16_groups for own in group):
+            raise ValueError(
+                f"`param` must be a trainable parameter of the optimizer, got one of shape {list(param.shape)} that it does"
+                " not hold. Add it to a group in `configure_optimizers`."
+            )
+        return zero.gradient(param)
 
     def _training(self, name: str) -> ZenFlowZeroOptimizer:
-        if self._zero is None:
+        if self._zero is None or self._has_ended:
             raise RuntimeError(
                 f"`{name}` must be called while `trainer.fit` runs. Use the hook `on_before_optimizer_step`."
             )
         return self._zero
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: DeepSpeed writes the optimizer state itself, and Lightning's copy would be thrown away."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a DeepSpeed checkpoint directory. Training goes on as if nothing had been saved.
+
+        After `fit` only weights are left to save, which is what `validate`, `test` and `predict` need.
+        """
+        if self._zero is not None and self._has_ended:
+            rank_zero_warn(
+                "`fit` has ended, and the optimizer state with it: the checkpoint holds the weights alone. To save both, use"
+                " ModelCheckpoint(save_last=True) or save in `on_train_end`."
+            )
+            self.deepspeed_engine.save_zero_checkpoint = False
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads weights for `validate`, `test` and `predict`.
@@ -372,9 +460,19 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             strategy_registry.register(name, cls, f"ZenFlow on ZeRO stage {stage or 2}", override=True, **settings)
 
 
-def _refuse_beside_config(kwargs: Mapping[str, Any]) -> None:
+class _SettleFirst(Callback):
+    """Stands before all other callbacks, so that whoever reads or replaces weights in `on_train_end` finds the final ones."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        trainer.strategy.settle()
+
+
+def _refuse_beside_config(kwargs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Arguments that only build a config would be dropped silently beside one."""
     builders = {*inspect.signature(DeepSpeedStrategy._create_default_config).parameters, *_ZERO_ARGUMENTS}
+    if "fp16" in config:
+        builders.update(_LOSS_SCALE_ARGUMENTS)
     # Where only one value is accepted anyway, and it has been checked, nothing is lost.
     fixed = {"self", "zero_kwargs", "zero_optimization", "zero_allow_untested_optimizer", "offload_optimizer"}
     for name in kwargs:

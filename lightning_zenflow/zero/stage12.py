@@ -25,6 +25,10 @@ from lightning_zenflow.selected import SelectedLayout
 from lightning_zenflow.shards import ParamSpec, Segment, ShardTable
 from lightning_zenflow.weights import ShardWeights
 
+_CPU_PIECE_NUMEL = 1 << 18
+"""On CPU a gradient is measured, packed and copied in pieces of this size, which stay in cache; kernels of a GPU want it
+whole."""
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -116,7 +120,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
             for param, offset in zip(params, self.round_robin_bit16_offsets[group], strict=True)
         ]
         partition_numels = [parts[0].numel() for parts in self.parallel_partitioned_bit16_groups]
-        return [ShardTable.build(specs, partition_numels, rank) for rank in range(self._world_size)]
+        piece_numel = _CPU_PIECE_NUMEL if self._device.type == "cpu" else 1 << 62
+        return [ShardTable.build(specs, partition_numels, rank, piece_numel) for rank in range(self._world_size)]
 
     def _move_masters(self, client: HostClient, table: ShardTable) -> None:
         for group, partition in enumerate(self.single_partition_of_fp32_groups):

@@ -1,0 +1,39 @@
+"""Precision as in Lightning's DeepSpeed strategy, but with clipping that does what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+
+CLIP_BY_VALUE_MESSAGE = (
+    "`gradient_clip_algorithm` must be 'norm' with ZenFlow, got 'value': gradients leave the device during backward, one by"
+    " one. Clip by norm."
+)
+
+
+class ZenFlowPrecision(DeepSpeedPrecision):
+    """Lightning's `DeepSpeedPrecision`, whose own `clip_gradients` does nothing."""
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Sets the largest global gradient norm of the coming step.
+
+        `Trainer(gradient_clip_val=...)`, a module's own `configure_gradient_clipping` and `clip_gradients` in manual
+        optimization all end here.
+
+        Raises:
+            ValueError: Clipping by value is asked for.
+        """
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise ValueError(CLIP_BY_VALUE_MESSAGE)
+        zero = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        zero.clip_grad = float(clip_val)
