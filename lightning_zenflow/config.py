@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal
 
 AUTO_UPDATE_INTERVAL_STEPS = 4
 """What `update_interval="auto"` stands for until intervals are tuned while training."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any
 
 # Path of a key in the config, the values that are fine besides leaving it out, and why others are not.
 _REFUSED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (

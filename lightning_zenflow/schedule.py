@@ -7,7 +7,6 @@ optimizer and `reference.py` both ask here, so that the schedule is written once
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 
 @dataclass(frozen=True)

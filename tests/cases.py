@@ -1,9 +1,11 @@
-"""One case of the comparison with `reference.py`: a small model with every kind of parameter, trained by the real engine."""
+"""One case of the comparison with `reference.py`: a small model with every kind of parameter, and the real engine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,7 @@ class Case:
     skips_parameter: bool = True
     decoupled: bool = True
     nan_step: int | None = None
+    small_pieces: bool = False
     steps: int = 14
 
 
@@ -121,7 +124,7 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
         case.look_ahead,
     )
     worst = {"gradient": 0.0, "weights": 0.0, "norm": 0.0}
-    with zenflow_engine(
+    with pieces_of(7 if case.small_pieces else None), zenflow_engine(
         model,
         groups,
         zenflow_config(case),
@@ -177,6 +180,23 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
             worst["weights"] = max(worst["weights"], relative(param.detach().cpu(), reference.masters(name)))
         assert model.head.weight is model.tokens.weight
     return worst
+
+
+@contextmanager
+def pieces_of(numel: int | None) -> Iterator[None]:
+    """Makes everything that is cut to fit caches so small that even this model is cut, if `numel` is given."""
+    from lightning_zenflow import selected, selection
+    from lightning_zenflow.zero import stage12
+
+    places = [(stage12, "_CPU_PIECE_NUMEL"), (selected, "_CHUNK_NUMEL"), (selection, "_CHUNK_NUMEL")]
+    before = [getattr(module, name) for module, name in places]
+    for (module, name), value in zip(places, before, strict=True):
+        setattr(module, name, numel or value)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(places, before, strict=True):
+            setattr(module, name, value)
 
 
 def relative(got: Tensor, expected: Tensor) -> float:

@@ -32,8 +32,10 @@ KNOWN_ENVIRONMENT = {
     "LOCAL_RANK",
     "LOCAL_SIZE",
     "NODE_RANK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, when it is imported
+    "TORCHINDUCTOR_CACHE_DIR",  # torch, when its compiler is imported
 }
-"""Variables that Lightning and DeepSpeed set while they run. They are restored, but no fault of the test."""
+"""Variables that torch, Lightning and DeepSpeed set while they run. They are restored, but no fault of the test."""
 
 
 def _wait_until(holds: Callable[[], bool], secs: float = GRACE_SECS) -> bool:

@@ -7,7 +7,7 @@ fp32 partitions become views of the arena, and its own step is replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from deepspeed import comm as dist

@@ -22,6 +22,7 @@ FACTORS: dict[str, list[Any]] = {
     "decoupled": [True, False],
     "skips_parameter": [True, False],
     "nan_step": [None, 4],
+    "small_pieces": [False, True],
 }
 
 

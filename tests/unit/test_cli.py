@@ -12,9 +12,9 @@ from docstring_parser import parse_from_object
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning_zenflow.cli import ZenFlowCLI, main
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
-from lightning_zenflow.cli import ZenFlowCLI, main
 
 HERE = ["--seed_everything", "1", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
 CLASS_PATH = ["--trainer.strategy", "lightning_zenflow.ZenFlowStrategy"]
@@ -170,8 +170,10 @@ def test_another_strategy_without_settings_is_left_alone() -> None:
         ),
         (
             ["--zenflow.select_interval", "7"],
-            '`select_interval` must be "auto" while `select_strategy` is "auto", got 7.'
-            ' Set `select_strategy` to "step" or "epoch" to give the interval yourself.',
+            (
+                '`select_interval` must be "auto" while `select_strategy` is "auto", got 7.'
+                ' Set `select_strategy` to "step" or "epoch" to give the interval yourself.'
+            ),
         ),
         (
             ["--trainer.strategy", "zenfow"],
@@ -179,8 +181,10 @@ def test_another_strategy_without_settings_is_left_alone() -> None:
         ),
         (
             ["--trainer.strategy.zenflow.topk_ratio", "0.3"],
-            "`--trainer.strategy.zenflow.topk_ratio` must follow a class path, got `--trainer.strategy zenflow`."
-            " Write `--zenflow.topk_ratio 0.3`, or `--trainer.strategy lightning_zenflow.ZenFlowStrategy`.",
+            (
+                "`--trainer.strategy.zenflow.topk_ratio` must follow a class path, got `--trainer.strategy zenflow`."
+                " Write `--zenflow.topk_ratio 0.3`, or `--trainer.strategy lightning_zenflow.ZenFlowStrategy`."
+            ),
         ),
         (
             [*CLASS_PATH, "--trainer.strategy.zenflow.topk_ratio", "5"],

@@ -110,7 +110,7 @@ def test_auto_ratio_is_refused_only_where_it_would_be_ignored_wrongly() -> None:
 
 def test_fields_are_given_by_name_only_and_never_change() -> None:
     with pytest.raises(TypeError, match="positional"):
-        ZenFlowConfig(0.1)  # type: ignore[misc]
+        ZenFlowConfig(0.1)  # type: ignore[call-arg]
     with pytest.raises(dataclasses.FrozenInstanceError):
         ZenFlowConfig().topk_ratio = 0.2  # type: ignore[misc]
 

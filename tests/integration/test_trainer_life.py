@@ -1,0 +1,371 @@
+"""A run from its start to its end and beyond: evaluation, checkpoints, further fits, exceptions, other callbacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
+
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.offload.client import HostClient
+from tests.cases import relative
+from tests.modules import (
+    EXPECTED_WARNINGS,
+    OFTEN,
+    FollowsReference,
+    Small,
+    batches,
+    fit,
+    schedule_of,
+    trainer,
+    weights,
+)
+
+REPO = Path(__file__).resolve().parents[2]
+pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
+
+
+def children() -> list[int]:
+    """The background processes of this one."""
+    return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+class Watches(Callback):
+    """Weights at each step, masters at the end, and how many workers there are meanwhile."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.workers: set[int] = set()
+        self.before = len(children())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.seen.append(weights(pl_module).clone())
+        self.workers.add(len(children()) - self.before)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.final = weights(pl_module).clone()
+        self.masters = torch.cat([part.detach().clone() for part in trainer.strategy._zero.single_partition_of_fp32_groups])
+
+
+# -- the end of training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_fit_ends_with_the_masters_as_weights_before_anybody_reads_them(precision: Any) -> None:
+    module, watches = Small(), Watches()
+    fit(module, zenflow={**OFTEN, "select_interval": 100}, precision=precision, callbacks=[watches])
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert torch.equal(watches.final, watches.masters[: len(watches.final)].to(dtype).float())
+    assert torch.equal(weights(module), watches.final)
+    assert not torch.equal(watches.seen[-1], watches.final)  # gradients had been held back
+    assert watches.workers == {1}
+
+
+def test_averaged_weights_of_a_callback_survive_the_end_of_fit() -> None:
+    """Settling after the callback would replace them by the masters."""
+    watches, average, module = Watches(), EMAWeightAveraging(decay=0.8, update_starting_at_step=0), Small()
+    fit(module, validation=batches(2), callbacks=[watches, average], max_epochs=2)
+    assert average._average_model is not None
+    expected = torch.cat([param.detach().flatten() for param in average._average_model.module.net.parameters()])
+    assert torch.equal(weights(module), expected)
+    assert relative(watches.final, expected) > 1e-2
+
+
+def test_callbacks_that_cannot_work_are_refused_by_lightning_in_words() -> None:
+    with pytest.raises(MisconfigurationException, match="SWA does not currently support sharded models"):
+        fit(Small(), callbacks=[StochasticWeightAveraging(1e-3)])
+
+
+# -- several runs of one Trainer -----------------------------------------------------------------------------------------
+
+
+def test_fit_evaluation_and_fit_again_take_turns() -> None:
+    """FAULTS 33: one worker at a time, none in between; a second fit starts from the weights of the first."""
+    watches, module = Watches(), Small()
+    made = trainer(callbacks=[watches], max_epochs=1)
+    made.fit(module, batches(10), batches(2))
+    first = weights(module).clone()
+    assert children() == []
+    loss = made.validate(module, batches(3), verbose=False)[0]["val_loss"]
+    assert made.test(module, batches(3), verbose=False)[0]["val_loss"] == loss
+    predicted = made.predict(module, batches(3))
+    assert predicted is not None and [part.shape for part in predicted] == [(4, 5)] * 3  # type: ignore[union-attr]
+    assert torch.equal(weights(module), first)
+    made.fit_loop.max_epochs = 2
+    made.fit(module, batches(10), batches(2))
+    assert made.global_step == 20 and made.strategy.step_stats.step == 10  # type: ignore[attr-defined]
+    assert watches.workers == {1} and children() == []
+    other = Small()
+    other.net.load_state_dict({name: value for name, value in zip(other.net.state_dict(), split(first, other), strict=True)})
+    fit(other)
+    assert torch.equal(weights(other), weights(module))
+
+
+def split(flat: torch.Tensor, module: Small) -> list[torch.Tensor]:
+    values = module.net.state_dict().values()
+    parts = flat.split([value.numel() for value in values])
+    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def test_a_limit_changed_between_two_fits_is_obeyed() -> None:
+    """FAULTS 6."""
+    made, module = trainer(gradient_clip_val=0.1), Small()
+    made.fit(module, batches(2))
+    assert made.strategy.step_stats.grad_norm_clipped == pytest.approx(0.1, rel=1e-3)  # type: ignore[attr-defined]
+    made.gradient_clip_val = 0.2
+    made.fit_loop.max_epochs = 2
+    made.fit(module, batches(2))
+    assert made.strategy.step_stats.grad_norm_clipped == pytest.approx(0.2, rel=1e-3)  # type: ignore[attr-defined]
+
+
+def test_evaluation_alone_starts_no_background_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS 34."""
+
+    def launched(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a background process was started")
+
+    monkeypatch.setattr(HostClient, "launch", launched)
+    module, made = Small(), trainer(precision="bf16-mixed")
+    for evaluate in (made.validate, made.test):
+        assert evaluate(module, batches(2), verbose=False)[0]["val_loss"] > 0  # type: ignore[operator]
+    assert len(made.predict(module, batches(2)) or []) == 2
+    assert made.strategy.step_stats.step == 0  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="a background process was started"):
+        made.fit(module, batches(2))
+
+
+def test_data_loader_workers_and_the_trainer_keep_their_cores() -> None:
+    """FAULTS Z8."""
+    cores: list[set[int]] = []
+
+    class Cores(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            cores.append({int(core) for core in batch[2].flatten() if core >= 0})
+            return super().training_step(batch[:2], batch_idx)
+
+    def with_cores(samples: list[Any]) -> list[torch.Tensor]:
+        mine = sorted(os.sched_getaffinity(0))
+        return [*torch.utils.data.default_collate(samples), torch.tensor(mine)]
+
+    loader = DataLoader(batches(4).dataset, 4, num_workers=1, persistent_workers=True, collate_fn=with_cores)
+    fit(Cores(), loader, max_epochs=2)
+    assert len(cores) == 8
+    assert all(seen == os.sched_getaffinity(0) for seen in cores)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+class SavesOften(Small):
+    """Saves in the middle of accumulation, after steps and after epochs."""
+
+    folder: Path
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_saving_changes_no_bit_of_training(precision: Any, tmp_path: Path) -> None:
+    """FAULTS 4: with a block in flight, gradients held back and half a step accumulated."""
+    saving, other = SavesOften(), Small()
+    saving.folder = tmp_path
+    checkpoints = ModelCheckpoint(tmp_path, "best", monitor="val_loss", save_last=True, every_n_epochs=1)
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "precision": precision}
+    fit(saving, validation=batches(2), callbacks=[checkpoints], enable_checkpointing=True, **settings)
+    fit(other, validation=batches(2), **settings)
+    assert torch.equal(weights(saving), weights(other))
+    assert saving.losses == other.losses
+    assert {path.name for path in tmp_path.iterdir()} >= {"best.ckpt", "last.ckpt", "9.ckpt"}
+
+
+def test_weights_of_a_checkpoint_are_evaluated_and_resuming_is_refused(tmp_path: Path) -> None:
+    """FAULTS 34: `validate`, `test` and `predict` with `ckpt_path`."""
+    module = Small()
+    checkpoints = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
+    made = fit(module, validation=batches(3), callbacks=[checkpoints], enable_checkpointing=True, max_epochs=2)
+    best = float(checkpoints.best_model_score)  # type: ignore[arg-type]
+    for which in ("best", "last", checkpoints.last_model_path):
+        assert made.test(module, batches(3), ckpt_path=which, verbose=False)[0]["val_loss"] == pytest.approx(best)
+    fresh, other = Small(), trainer()
+    start = weights(fresh).clone()
+    shown = other.validate(fresh, batches(3), ckpt_path=checkpoints.best_model_path, verbose=False)
+    assert shown[0]["val_loss"] == pytest.approx(best)
+    assert not torch.equal(weights(fresh), start)
+    assert len(other.predict(fresh, batches(3), ckpt_path=checkpoints.best_model_path) or []) == 3
+    with pytest.raises(NotImplementedError, match="Resuming training from a checkpoint is not supported yet"):
+        trainer(max_epochs=3).fit(Small(), batches(10), ckpt_path=checkpoints.best_model_path)
+    assert children() == []
+
+
+def test_saving_after_fit_keeps_the_weights_and_says_so(tmp_path: Path) -> None:
+    module = Small()
+    made = fit(module)
+    final, path = weights(module).clone(), tmp_path / "after.ckpt"
+    with pytest.warns(UserWarning, match="`fit` has ended, .* the checkpoint holds the weights alone"):
+        made.save_checkpoint(path)
+    other = Small()
+    trainer().validate(other, batches(1), ckpt_path=path, verbose=False)
+    assert torch.equal(weights(other), final)
+
+
+def test_saving_at_the_end_of_training_keeps_everything(tmp_path: Path) -> None:
+    class SavesAtTheEnd(Small):
+        def on_train_end(self) -> None:
+            self.trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    module = SavesAtTheEnd()
+    fit(module)
+    saved = torch.load(
+        tmp_path / "end.ckpt" / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False
+    )
+    masters = saved["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+    assert torch.equal(masters[: len(weights(module))], weights(module))
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------------------
+
+
+class Fails(Small):
+    """Raises in one of its hooks."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self.where:
+            raise ZeroDivisionError(f"in {where}")
+
+    def on_train_start(self) -> None:
+        self._fail("on_train_start")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            self._fail("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._fail("on_before_optimizer_step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._fail("validation_step")
+
+    def on_train_end(self) -> None:
+        self._fail("on_train_end")
+
+    def teardown(self, stage: str) -> None:
+        self._fail("teardown")
+
+
+@pytest.mark.parametrize(
+    "where", ["on_train_start", "training_step", "on_before_optimizer_step", "validation_step", "on_train_end", "teardown"]
+)
+def test_an_exception_in_a_hook_is_the_one_shown_and_leaves_no_process(where: str) -> None:
+    """FAULTS 31, 32."""
+    with pytest.raises(ZeroDivisionError, match=f"^in {where}$"):
+        fit(Fails(where), validation=batches(2), num_sanity_val_steps=0)
+    assert children() == []
+
+
+def test_a_checkpoint_on_an_exception_is_written_and_the_exception_shown(tmp_path: Path) -> None:
+    """FAULTS 31, 32."""
+    saves = ModelCheckpoint(tmp_path, "failed", save_on_exception=True)
+    with pytest.raises(ZeroDivisionError, match="in training_step"):
+        fit(Fails("training_step"), callbacks=[saves], enable_checkpointing=True)
+    assert (tmp_path / "failed.ckpt" / "checkpoint" / "mp_rank_00_model_states.pt").exists()
+    assert children() == []
+
+
+@pytest.mark.xfail(strict=True, reason="the engine fails after its optimizer has started the background process")
+def test_an_engine_that_cannot_be_built_leaves_no_process() -> None:
+    """FAULTS 31: DeepSpeed looks at the schedule last."""
+    config = {
+        "zero_optimization": {"stage": 2},
+        "scheduler": {"type": "NoSuchSchedule", "params": {}},
+    }
+    with pytest.raises(AssertionError, match="NoSuchSchedule"):
+        fit(Small(), strategy=ZenFlowStrategy(config=config))
+    try:
+        assert children() == []
+    finally:
+        for child in psutil.Process().children():
+            child.terminate()
+            child.wait(5)
+
+
+# -- what is printed and built -------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_printed_while_training(capfd: pytest.CaptureFixture[str]) -> None:
+    """FAULTS Z12."""
+    made, module = trainer({**OFTEN, "update_interval": 2}, max_epochs=2), Small()
+
+    class Forgets(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            capfd.readouterr()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.shown = capfd.readouterr()
+
+    forgets = Forgets()
+    made.callbacks.append(forgets)  # type: ignore[attr-defined]
+    made.fit(module, batches(10))
+    assert schedule_of(made).update_interval == 2
+    assert forgets.shown.out == forgets.shown.err == ""
+
+
+SCRIPT = """
+import lightning_zenflow, torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Model(BoringModel):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+trainer = Trainer(strategy="zenflow", accelerator="cpu", devices=1, max_steps=6, logger=False, enable_checkpointing=False)
+trainer.fit(Model())
+print("steps", trainer.strategy.step_stats.step)
+"""
+
+
+@pytest.mark.parametrize("compiler", [False, True])
+def test_a_run_needs_no_compiler_and_uses_none(compiler: bool, tmp_path: Path) -> None:
+    """FAULTS Z13, 42."""
+    extensions = tmp_path / "extensions"
+    extensions.mkdir()
+    path = os.environ["PATH"] if compiler else str(tmp_path)
+    environment = {**os.environ, "PATH": path, "TORCH_EXTENSIONS_DIR": str(extensions), "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "steps 6" in done.stdout
+    assert list(extensions.iterdir()) == []
+
+
+def test_a_run_of_all_trainer_conveniences_follows_the_reference() -> None:
+    follows = FollowsReference()
+    fit(
+        Small(),
+        validation=batches(4),
+        callbacks=[follows],
+        max_epochs=3,
+        overfit_batches=4,
+        val_check_interval=2,
+        detect_anomaly=True,
+        deterministic=True,
+        profiler="simple",
+    )
+    follows.assert_equal(steps=12)

@@ -1,0 +1,85 @@
+"""Every precision of Lightning's DeepSpeed strategy on CPU, and what 16 bits need: masters, unscaling, skipped overflows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zenflow import ZenFlowStrategy
+from tests.cases import relative
+from tests.modules import EXPECTED_WARNINGS, EXTREMES, OFTEN, FollowsReference, Small, batches, fit, fit_plainly, weights
+
+pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
+
+
+@pytest.mark.filterwarnings("ignore:Step after .* skipped")  # the first loss scale may be too large
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("16-mixed", torch.float16),
+        ("bf16-mixed", torch.bfloat16),
+        ("bf16-true", torch.bfloat16),
+        ("16-true", torch.float16),
+        ("32-true", torch.float32),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_precision_trains_with_falling_loss(precision: Any, dtype: torch.dtype) -> None:
+    """FAULTS 14."""
+    module = Small()
+    made = fit(module, batches(20), precision=precision, max_epochs=3)
+    assert module.net[0].weight.dtype == dtype  # type: ignore[index]
+    first, last = sum(module.losses[:20]) / 20, sum(module.losses[-20:]) / 20
+    assert last < 0.8 * first
+    assert made.strategy.step_stats.step >= 58  # type: ignore[attr-defined]
+
+
+def test_double_precision_is_refused() -> None:
+    """FAULTS 14: Lightning's own message."""
+    with pytest.raises(ValueError, match=r"'64-true'\)` is not supported. `precision` must be one of: \('32-true'"):
+        fit(Small(), precision="64-true")
+
+
+def sensitive(module: Small) -> torch.optim.Optimizer:
+    """With a large `eps` a wrong scale of the gradient is not divided away."""
+    return torch.optim.AdamW(module.parameters(), lr=0.5, eps=1.0)
+
+
+@pytest.mark.parametrize("zenflow", EXTREMES, ids=["selected", "deferred"])
+def test_fp16_gradients_are_unscaled_and_clipped_in_both_parts(zenflow: dict[str, Any]) -> None:
+    """FAULTS Z9: the loss is multiplied with 1024, the limit lies below the norm."""
+    strategy = ZenFlowStrategy(zenflow, loss_scale=1024.0)
+    ours, plain = Small(configure=sensitive), Small(configure=sensitive)
+    before = weights(plain).clone()
+    made = fit(ours, strategy=strategy, precision="16-mixed", gradient_clip_val=0.3, accumulate_grad_batches=2)
+    fit_plainly(plain, gradient_clip_val=0.3, accumulate_grad_batches=2)
+    assert relative(weights(ours) - before, weights(plain) - before) < 5e-3
+    assert made.strategy.step_stats.skipped_steps == 0  # type: ignore[attr-defined]
+    assert made.strategy.step_stats.grad_norm_clipped == pytest.approx(0.3, rel=1e-4)  # type: ignore[attr-defined]
+    unclipped = Small(configure=sensitive)
+    fit_plainly(unclipped, accumulate_grad_batches=2)
+    assert relative(weights(unclipped) - before, weights(plain) - before) > 0.1
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("16-mixed", 2e-3), ("bf16-mixed", 2e-2)])
+def test_gradients_in_hooks_are_unscaled_and_masters_follow_the_reference(precision: Any, tolerance: float) -> None:
+    """FAULTS 19, Z9, Z11."""
+    follows = FollowsReference()
+    strategy = ZenFlowStrategy(OFTEN, loss_scale=512.0)
+    fit(Small(), strategy=strategy, callbacks=[follows], precision=precision, gradient_clip_val=0.5)
+    follows.assert_equal(steps=10, gradient=4 * tolerance, weights=tolerance)
+
+
+def test_an_overflow_is_skipped_until_the_scale_fits() -> None:
+    """FAULTS 12, 13, Z9: a scale of 2^24 is too large for fp16; each skip halves it and moves no weight."""
+    strategy = ZenFlowStrategy(OFTEN, initial_scale_power=24, hysteresis=1)
+    module = Small()
+    with pytest.warns(RuntimeWarning, match=r"the gradient norm is (inf|nan) \(\d skipped so far\)") as warned:
+        made = fit(module, batches(20), strategy=strategy, precision="16-mixed")
+    stats = strategy.step_stats
+    assert stats.skipped_steps == sum("skipped so far" in str(warning.message) for warning in warned) > 2
+    assert stats.step + stats.skipped_steps == made.global_step == 20
+    assert strategy._zero.loss_scale == 2 ** (24 - stats.skipped_steps)  # type: ignore[union-attr]
+    assert torch.isfinite(weights(module)).all()
