@@ -33,7 +33,7 @@ class StallMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         assert isinstance(trainer.strategy, ZenFlowStrategy)
-        step, interval = trainer.global_step, trainer.log_every_n_steps
+        step, interval = trainer.global_step, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if step == self._logged_step or interval == 0 or step % interval:
             return  # a micro-batch, or not yet, or never
         self._logged_step = step

@@ -42,12 +42,12 @@ def take_zenflow_block(config: Mapping[str, Any]) -> tuple[dict[str, Any], Mappi
     Raises:
         ValueError: The block stands outside `"zero_optimization"`, where DeepSpeed would not read it either.
     """
-    config = copy.deepcopy(dict(config))
-    if "zenflow" in config:
+    own = copy.deepcopy(dict(config))
+    if "zenflow" in own:
         raise ValueError('`zenflow` must be inside "zero_optimization" in the DeepSpeed config. Move the block there.')
-    zero = config.get("zero_optimization")
+    zero = own.get("zero_optimization")
     block = zero.pop("zenflow", None) if isinstance(zero, dict) else None
-    return config, block
+    return own, block
 
 
 def drop_auto(config: dict[str, Any]) -> None:
@@ -56,7 +56,12 @@ def drop_auto(config: dict[str, Any]) -> None:
     Raises:
         ValueError: Another setting is `"auto"`, for which there is nothing to take it from.
     """
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
         if config.get(key) == "auto":
             del config[key]
     for key in ("fp16", "bf16"):
@@ -66,8 +71,8 @@ def drop_auto(config: dict[str, Any]) -> None:
         for name, value in (_look_up(config, (block, "params"), default=None) or {}).items():
             if value == "auto":
                 raise ValueError(
-                    f'`{block}.params.{name}` must be a value in the DeepSpeed config, got "auto". Write the value, or configure'
-                    f" the {block} in `configure_optimizers`."
+                    f'`{block}.params.{name}` must be a value in the DeepSpeed config, got "auto". Write the value, or'
+                    f" configure the {block} in `configure_optimizers`."
                 )
 
 
@@ -99,10 +104,11 @@ def check_batch_size(config: Mapping[str, Any], train_batch_size: int | None, ac
         ValueError: They differ.
     """
     micro = config["train_micro_batch_size_per_gpu"]
-    if train_batch_size not in (None, micro * accumulate * ranks):
+    total = micro * accumulate * ranks
+    if train_batch_size not in (None, total):
         raise ValueError(
-            f"`train_batch_size` must be {micro * accumulate * ranks} (batch of {micro}, accumulated {accumulate} times, on {ranks}"
-            f" ranks), got {train_batch_size}. Remove the key."
+            f"`train_batch_size` must be {total} (batch of {micro}, accumulated {accumulate} times, on {ranks} ranks), got"
+            f" {train_batch_size}. Remove the key."
         )
 
 

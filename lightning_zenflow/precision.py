@@ -35,5 +35,5 @@ class ZenFlowPrecision(DeepSpeedPrecision):
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise ValueError(CLIP_BY_VALUE_MESSAGE)
-        zero = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        zero: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         zero.clip_grad = float(clip_val)

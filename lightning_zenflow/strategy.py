@@ -74,13 +74,16 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         **kwargs: Any,
     ) -> None:
         given = zenflow if isinstance(zenflow, ZenFlowConfig) else ZenFlowConfig.from_mapping(zenflow)
-        self._refuse_arguments(stage, kwargs)
+        # A command line fills in all arguments of the base class: those with its defaults are as good as left out.
+        defaults = {name: param.default for name, param in inspect.signature(DeepSpeedStrategy).parameters.items()}
+        changed = {name: value for name, value in kwargs.items() if name not in defaults or value != defaults[name]}
+        self._refuse_arguments(stage, changed)
         self._zenflow_block: Mapping[str, Any] | None = None
         self._has_own_config = kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ
         super().__init__(stage=stage or 2, **kwargs)
         assert isinstance(self.config, dict)
         if self._has_own_config:
-            _refuse_beside_config(kwargs, self.config)
+            _refuse_beside_config(changed, self.config)
         self._merge_stage(stage)
         self.zenflow = _merge_zenflow(given, self._zenflow_block)
         ds_config.complete(self.config)
@@ -103,7 +106,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             raise ValueError(f"`stage` must be 1 or 2, got {stage!r}. ZenFlow is part of ZeRO.")
         wanted = {
             "zero_optimization": (True, "ZenFlow is part of ZeRO"),
-            "offload_optimizer": (True, "ZenFlow always keeps its state in host memory"),
             "offload_parameters": (False, "parameters are offloaded by ZeRO-3 only, which is not supported yet"),
             "offload_optimizer_device": ("cpu", "NVMe is not supported"),
             "offload_params_device": ("cpu", "NVMe is not supported"),
@@ -126,12 +128,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     def _merge_stage(self, stage: int | None) -> None:
         zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
-        if self._has_own_config and isinstance(zero, dict) and stage is not None:
-            if zero.setdefault("stage", stage) != stage:
-                raise ValueError(
-                    f"`stage` must agree with the DeepSpeed config, got stage={stage} and `zero_optimization.stage`="
-                    f"{zero['stage']}. Give one of them."
-                )
+        if stage is not None and isinstance(zero, dict) and zero.setdefault("stage", stage) != stage:
+            raise ValueError(
+                f"`stage` must agree with the DeepSpeed config, got stage={stage} and `zero_optimization.stage`="
+                f"{zero['stage']}. Give one of them."
+            )
 
     def _format_config(self) -> None:
         assert isinstance(self.config, dict) and self.lightning_module is not None
@@ -172,7 +173,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         from deepspeed.accelerator import get_accelerator
 
         name = get_accelerator().device_name()
-        wanted = {CPUAccelerator: "cpu", CUDAAccelerator: "cuda"}.get(type(self.accelerator), name)  # type: ignore[call-overload]
+        known = ((CPUAccelerator, "cpu"), (CUDAAccelerator, "cuda"))
+        wanted = next((device for kind, device in known if isinstance(self.accelerator, kind)), name)
         if name != wanted:
             raise RuntimeError(
                 f"`accelerator` must be the one that DeepSpeed uses, got {wanted!r} while DeepSpeed has chosen {name!r}. Set"
@@ -213,10 +215,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def setup(self, trainer: Trainer) -> None:
         self._begin_run()
         if type(self.precision_plugin) is DeepSpeedPrecision:
-            self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)
+            self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
         super().setup(trainer)
         if self._zero is not None:
-            trainer.callbacks.insert(0, self._settle_first)
+            trainer.callbacks.insert(0, self._settle_first)  # type: ignore[attr-defined]
 
     def init_deepspeed(self) -> None:
         assert self.lightning_module is not None and isinstance(self.model, LightningModule)
@@ -367,14 +369,14 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     def teardown(self) -> None:
         """Ends the background process and removes DeepSpeed's hooks from the module, also after an exception."""
-        engine = self.model
+        engine: Any = self.model
         self._has_ended = True
         try:
             super().teardown()
         finally:
             if engine is not self.lightning_module and hasattr(engine, "destroy"):
                 engine.destroy()
-            trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+            trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
             if trainer is not None and self._settle_first in trainer.callbacks:
                 trainer.callbacks.remove(self._settle_first)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from tests.live import is_worker
 
 FEATURES = 6
 
@@ -133,8 +134,7 @@ def fit(
 
 def workers() -> list[psutil.Process]:
     """Background processes that this process has now."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if any("lightning_zenflow.offload" in word for word in child.cmdline())]
+    return [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
 
 
 def in_thread(target: Callable[[], Any]) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.reference import ZenFlowReference
 from tests.cases import relative
 
@@ -35,10 +35,10 @@ EXPECTED_WARNINGS = [
 """What Lightning says in every fit; for `pytestmark`, since warnings are errors here."""
 
 FEATURES, CLASSES = 6, 5
-OFTEN = {"topk_ratio": 0.3, "select_strategy": "step", "select_interval": 4}
+OFTEN: dict[str, Any] = {"topk_ratio": 0.3, "select_strategy": "step", "select_interval": 4}
 """Settings with which short runs select several times, hold gradients back and have blocks in flight."""
 
-EXTREMES = [{"topk_ratio": 1}, {"topk_ratio": 0, "update_interval": 1, "overlap_step": False}]
+EXTREMES: list[dict[str, Any]] = [{"topk_ratio": 1}, {"topk_ratio": 0, "update_interval": 1, "overlap_step": False}]
 """Settings with which training is plain AdamW."""
 
 
@@ -137,11 +137,16 @@ QUIET: dict[str, Any] = {
 }
 
 
+def strategy_of(zenflow: Any, **arguments: Any) -> ZenFlowStrategy:
+    """Settings as a person writes them: a mapping."""
+    return ZenFlowStrategy(zenflow, **arguments)
+
+
 def trainer(zenflow: Any = OFTEN, **settings: Any) -> Trainer:
     """A quiet Trainer on one CPU, with ZenFlow; `strategy=...` overrides that."""
     if not torch.distributed.is_initialized():
         deepspeed.utils.groups._WORLD_GROUP = None  # DeepSpeed's copy of a group that an earlier test has destroyed
-    strategy = settings.pop("strategy", None) or ZenFlowStrategy(zenflow)
+    strategy = settings.pop("strategy", None) or strategy_of(zenflow)
     return Trainer(**{**QUIET, **settings, "strategy": strategy})
 
 
@@ -275,7 +280,3 @@ def schedule_of(made: Trainer) -> Any:
     strategy = made.strategy
     assert isinstance(strategy, ZenFlowStrategy) and strategy._zero is not None
     return strategy._zero.shard._schedule
-
-
-def config(**settings: Any) -> ZenFlowConfig:
-    return ZenFlowConfig(**{**OFTEN, **settings})

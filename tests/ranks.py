@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_zenflow.config import ZenFlowConfig
 from tests.cases import Case, Zoo, batch, param_groups, relative, run_case
@@ -153,6 +153,19 @@ def tiny_steps(topk_ratio: float, steps: int = 200) -> dict[str, float]:
         return {"moved": relative(moved, expected), "movement": expected.abs().mean().item(), "rounded": float(rounded)}
 
 
+class Recorded(Dataset[Any]):
+    """Batches that were made before."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+
 def char_gpt(lr: float) -> float:
     """Trains the char-GPT through the Trainer with bf16 weights; returns the mean loss of the last 50 steps."""
     from lightning.pytorch import LightningModule, Trainer
@@ -192,5 +205,5 @@ def char_gpt(lr: float) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), DataLoader(list(batches(load_text())), batch_size=None))
+    trainer.fit(Module(), DataLoader(Recorded(list(batches(load_text()))), batch_size=None))
     return sum(losses[-50:]) / 50

@@ -1,0 +1,1 @@
+"""Where DeepSpeed's internals are touched, and nowhere else."""

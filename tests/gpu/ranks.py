@@ -12,6 +12,7 @@ from torch import nn
 from lightning_zenflow.config import ZenFlowConfig
 from tests.cases import Case, run_case
 from tests.engine import init_distributed, zenflow_engine
+from tests.ranks import Recorded
 
 DEVICE = "cuda:0"
 
@@ -83,7 +84,7 @@ def train_twice() -> list[dict[str, torch.Tensor]]:
     return runs
 
 
-def trainer_losses(precision: str) -> tuple[float, float]:
+def trainer_losses(precision: Any) -> tuple[float, float]:
     from lightning.pytorch import LightningModule, Trainer
     from torch.utils.data import DataLoader
 
@@ -111,10 +112,10 @@ def trainer_losses(precision: str) -> tuple[float, float]:
         strategy="zenflow",
         precision=precision,
         max_epochs=2,
-        logger=False,  # type: ignore[arg-type]
+        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), DataLoader(list(torch.randn(512, 32)), batch_size=16))
+    trainer.fit(Module(), DataLoader(Recorded(list(torch.randn(512, 32))), batch_size=16))
     return losses[0], losses[-1]

@@ -170,6 +170,7 @@ def test_a_stopped_worker_is_an_error_that_says_so(tmp_path: Path) -> None:
         assert f"`kill -CONT {worker.pid}` continues it" in error
 
 
+@pytest.mark.long
 def test_worker_and_trainer_may_be_stopped_and_continued(tmp_path: Path) -> None:
     """As by Ctrl-Z, or by a scheduler that suspends jobs."""
     with started(tmp_path, 'fit(Tiny(pause_secs=0.02), zenflow={"worker_timeout_secs": 5})') as program:

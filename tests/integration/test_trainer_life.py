@@ -54,18 +54,21 @@ class Watches(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.final = weights(pl_module).clone()
-        self.masters = torch.cat([part.detach().clone() for part in trainer.strategy._zero.single_partition_of_fp32_groups])
+        trainer.strategy._zero.shard.complete_host_state()
+        self.masters = torch.cat(
+            [part.detach().clone() for part in trainer.strategy._zero.single_partition_of_fp32_groups]
+        )
 
 
 # -- the end of training -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_fit_ends_with_the_masters_as_weights_before_anybody_reads_them(precision: Any) -> None:
+def test_fit_ends_with_the_masters_as_weights_before_anybody_reads_them() -> None:
     module, watches = Small(), Watches()
-    fit(module, zenflow={**OFTEN, "select_interval": 100}, precision=precision, callbacks=[watches])
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    assert torch.equal(watches.final, watches.masters[: len(watches.final)].to(dtype).float())
+    fit(module, zenflow={**OFTEN, "select_interval": 100}, precision="bf16-true", callbacks=[watches])
+    masters = watches.masters[: len(watches.final)]
+    assert torch.equal(watches.final, masters.to(torch.bfloat16).float())
+    assert not torch.equal(watches.final, masters)
     assert torch.equal(weights(module), watches.final)
     assert not torch.equal(watches.seen[-1], watches.final)  # gradients had been held back
     assert watches.workers == {1}
@@ -76,7 +79,12 @@ def test_averaged_weights_of_a_callback_survive_the_end_of_fit() -> None:
     watches, average, module = Watches(), EMAWeightAveraging(decay=0.8, update_starting_at_step=0), Small()
     fit(module, validation=batches(2), callbacks=[watches, average], max_epochs=2)
     assert average._average_model is not None
-    expected = torch.cat([param.detach().flatten() for param in average._average_model.module.net.parameters()])
+    expected = torch.cat(
+        [
+            param.detach().flatten()
+            for param in average._average_model.module.net.parameters()  # type: ignore[union-attr]
+        ]
+    )
     assert torch.equal(weights(module), expected)
     assert relative(watches.final, expected) > 1e-2
 
@@ -106,7 +114,7 @@ def test_fit_evaluation_and_fit_again_take_turns() -> None:
     assert made.global_step == 20 and made.strategy.step_stats.step == 10  # type: ignore[attr-defined]
     assert watches.workers == {1} and children() == []
     other = Small()
-    other.net.load_state_dict({name: value for name, value in zip(other.net.state_dict(), split(first, other), strict=True)})
+    other.net.load_state_dict(dict(zip(other.net.state_dict(), split(first, other), strict=True)))
     fit(other)
     assert torch.equal(weights(other), weights(module))
 
@@ -137,7 +145,7 @@ def test_evaluation_alone_starts_no_background_process(monkeypatch: pytest.Monke
     monkeypatch.setattr(HostClient, "launch", launched)
     module, made = Small(), trainer(precision="bf16-mixed")
     for evaluate in (made.validate, made.test):
-        assert evaluate(module, batches(2), verbose=False)[0]["val_loss"] > 0  # type: ignore[operator]
+        assert evaluate(module, batches(2), verbose=False)[0]["val_loss"] > 0
     assert len(made.predict(module, batches(2)) or []) == 2
     assert made.strategy.step_stats.step == 0  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match="a background process was started"):
@@ -171,17 +179,16 @@ class SavesOften(Small):
 
     folder: Path
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_saving_changes_no_bit_of_training(precision: Any, tmp_path: Path) -> None:
+def test_saving_changes_no_bit_of_training(tmp_path: Path) -> None:
     """FAULTS 4: with a block in flight, gradients held back and half a step accumulated."""
     saving, other = SavesOften(), Small()
     saving.folder = tmp_path
     checkpoints = ModelCheckpoint(tmp_path, "best", monitor="val_loss", save_last=True, every_n_epochs=1)
-    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "precision": precision}
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
     fit(saving, validation=batches(2), callbacks=[checkpoints], enable_checkpointing=True, **settings)
     fit(other, validation=batches(2), **settings)
     assert torch.equal(weights(saving), weights(other))
@@ -189,6 +196,7 @@ def test_saving_changes_no_bit_of_training(precision: Any, tmp_path: Path) -> No
     assert {path.name for path in tmp_path.iterdir()} >= {"best.ckpt", "last.ckpt", "9.ckpt"}
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_weights_of_a_checkpoint_are_evaluated_and_resuming_is_refused(tmp_path: Path) -> None:
     """FAULTS 34: `validate`, `test` and `predict` with `ckpt_path`."""
     module = Small()
@@ -247,16 +255,10 @@ class Fails(Small):
         if where == self.where:
             raise ZeroDivisionError(f"in {where}")
 
-    def on_train_start(self) -> None:
-        self._fail("on_train_start")
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
             self._fail("training_step")
         return super().training_step(batch, batch_idx)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self._fail("on_before_optimizer_step")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._fail("validation_step")
@@ -268,9 +270,7 @@ class Fails(Small):
         self._fail("teardown")
 
 
-@pytest.mark.parametrize(
-    "where", ["on_train_start", "training_step", "on_before_optimizer_step", "validation_step", "on_train_end", "teardown"]
-)
+@pytest.mark.parametrize("where", ["training_step", "validation_step", "on_train_end", "teardown"])
 def test_an_exception_in_a_hook_is_the_one_shown_and_leaves_no_process(where: str) -> None:
     """FAULTS 31, 32."""
     with pytest.raises(ZeroDivisionError, match=f"^in {where}$"):
@@ -340,7 +340,7 @@ print("steps", trainer.strategy.step_stats.step)
 """
 
 
-@pytest.mark.parametrize("compiler", [False, True])
+@pytest.mark.parametrize("compiler", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_needs_no_compiler_and_uses_none(compiler: bool, tmp_path: Path) -> None:
     """FAULTS Z13, 42."""
     extensions = tmp_path / "extensions"
@@ -365,7 +365,6 @@ def test_a_run_of_all_trainer_conveniences_follows_the_reference() -> None:
         overfit_batches=4,
         val_check_interval=2,
         detect_anomaly=True,
-        deterministic=True,
         profiler="simple",
     )
     follows.assert_equal(steps=12)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_zenflow import ZenFlowStrategy
 from tests.cases import relative
-from tests.modules import EXPECTED_WARNINGS, EXTREMES, OFTEN, Small, batches, fit, fit_plainly, weights
+from tests.modules import EXPECTED_WARNINGS, EXTREMES, OFTEN, Small, batches, fit, fit_plainly, strategy_of, weights
 
 pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
 
@@ -90,7 +89,7 @@ class Manual(Small):
 def test_each_way_of_manual_optimization_equals_a_plain_trainer(zenflow: dict[str, Any], stage: int) -> None:
     """FAULTS 4, 6."""
     ours, plain = Manual(), Manual()
-    made = fit(ours, batches(12), strategy=ZenFlowStrategy(zenflow, stage=stage))
+    made = fit(ours, batches(12), strategy=strategy_of(zenflow, stage=stage))
     fit_plainly(plain, batches(12))
     assert relative(weights(ours), weights(plain)) < 1e-6
     assert ours.steps == made.global_step == made.strategy.step_stats.step == 12  # type: ignore[attr-defined]
@@ -109,7 +108,9 @@ def test_two_optimizers_are_refused_in_words(automatic: bool) -> None:
 
     module = Two()
     module.automatic_optimization = automatic
-    with pytest.raises((RuntimeError, MisconfigurationException), match=r"multiple optimizers|only supports single optimizer"):
+    with pytest.raises(
+        (RuntimeError, MisconfigurationException), match=r"multiple optimizers|only supports single optimizer"
+    ):
         fit(module, zenflow=OFTEN)
 
 
@@ -143,6 +144,6 @@ class DropsGradients(Small):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_that_zero_grad_throws_away_are_not_applied(automatic: bool, stage: int) -> None:
     ours, plain = DropsGradients(automatic), DropsGradients(automatic)
-    fit(ours, strategy=ZenFlowStrategy({"topk_ratio": 1}, stage=stage))
+    fit(ours, strategy=strategy_of({"topk_ratio": 1}, stage=stage))
     fit_plainly(plain)
     assert relative(weights(ours), weights(plain)) < 1e-6

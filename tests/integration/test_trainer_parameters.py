@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zenflow import ZenFlowStrategy
-from tests.modules import CLASSES, EXPECTED_WARNINGS, FEATURES, OFTEN, FollowsReference, Small, batches, fit, weights
+from tests.modules import (
+    CLASSES,
+    EXPECTED_WARNINGS,
+    FEATURES,
+    OFTEN,
+    FollowsReference,
+    Small,
+    batches,
+    fit,
+    strategy_of,
+    weights,
+)
 
 pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
 
@@ -88,7 +99,7 @@ def test_parameters_of_every_kind_follow_the_reference(
     fit(
         module,
         batches(10 * accumulate),
-        strategy=ZenFlowStrategy(OFTEN, stage=stage),
+        strategy=strategy_of(OFTEN, stage=stage),
         callbacks=[follows],
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
@@ -105,7 +116,7 @@ def test_tied_weights_stay_tied_and_frozen_ones_stay_as_they_were() -> None:
     net = module.net
     assert isinstance(net, Everything)
     frozen, conv = net.frozen.weight.clone(), net.conv.weight.clone()
-    made = fit(module, strategy=ZenFlowStrategy({**OFTEN, "topk_ratio": 0.5}))
+    made = fit(module, strategy=strategy_of({**OFTEN, "topk_ratio": 0.5}))
     assert net.first.weight is net.tied.weight
     assert torch.equal(net.frozen.weight, frozen)
     assert not torch.equal(net.conv.weight, conv)
@@ -117,12 +128,12 @@ def test_tied_weights_stay_tied_and_frozen_ones_stay_as_they_were() -> None:
 
 
 def groups_of_which_one_is_frozen(module: Small) -> Any:
-    module.net[0].requires_grad_(False)  # type: ignore[index, operator]
+    module.net[0].requires_grad_(False)  # type: ignore[index]
     optimizer = torch.optim.AdamW(
         [
-            {"params": module.net[0].parameters(), "lr": 1.0},  # type: ignore[index, union-attr]
-            {"params": module.net[2].parameters()},  # type: ignore[index, union-attr]
-            {"params": module.net[3].parameters(), "weight_decay": 0.1},  # type: ignore[index, union-attr]
+            {"params": module.net[0].parameters(), "lr": 1.0},  # type: ignore[index]
+            {"params": module.net[2].parameters()},  # type: ignore[index]
+            {"params": module.net[3].parameters(), "weight_decay": 0.1},  # type: ignore[index]
         ],
         lr=1e-2,
     )
@@ -143,7 +154,7 @@ def test_a_group_that_is_frozen_as_a_whole_does_not_disturb_the_others() -> None
 
 
 def test_trainable_parameters_outside_the_optimizer_keep_their_weights() -> None:
-    module = Small(configure=lambda module: torch.optim.AdamW(module.net[3].parameters()))  # type: ignore[index, union-attr]
+    module = Small(configure=lambda module: torch.optim.AdamW(module.net[3].parameters()))  # type: ignore[index]
     before = [param.detach().clone() for param in module.net.parameters()]
     fit(module)
     same = [torch.equal(old, new) for old, new in zip(before, module.net.parameters(), strict=True)]
@@ -161,10 +172,10 @@ def test_nothing_to_train_is_refused() -> None:
 def test_unfreezing_while_training_is_refused_since_it_would_have_no_effect() -> None:
     class Unfreezes(Small):
         def on_train_epoch_start(self) -> None:
-            self.net[0].requires_grad_(self.current_epoch == 1)  # type: ignore[index, operator]
+            self.net[0].requires_grad_(self.current_epoch == 1)  # type: ignore[index]
 
     module = Unfreezes()
-    module.net[0].requires_grad_(False)  # type: ignore[index, operator]
+    module.net[0].requires_grad_(False)  # type: ignore[index]
     with pytest.raises(RuntimeError, match=r"`net.0.weight.requires_grad` must stay False during `fit`, got True"):
         fit(module, max_epochs=2)
     assert module.trainer.global_step == 10

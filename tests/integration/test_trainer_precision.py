@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zenflow import ZenFlowStrategy
 from tests.cases import relative
-from tests.modules import EXPECTED_WARNINGS, EXTREMES, OFTEN, FollowsReference, Small, batches, fit, fit_plainly, weights
+from tests.modules import (
+    EXPECTED_WARNINGS,
+    EXTREMES,
+    OFTEN,
+    FollowsReference,
+    Small,
+    batches,
+    fit,
+    fit_plainly,
+    strategy_of,
+    weights,
+)
 
 pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
 
@@ -50,7 +60,7 @@ def sensitive(module: Small) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("zenflow", EXTREMES, ids=["selected", "deferred"])
 def test_fp16_gradients_are_unscaled_and_clipped_in_both_parts(zenflow: dict[str, Any]) -> None:
     """FAULTS Z9: the loss is multiplied with 1024, the limit lies below the norm."""
-    strategy = ZenFlowStrategy(zenflow, loss_scale=1024.0)
+    strategy = strategy_of(zenflow, loss_scale=1024.0)
     ours, plain = Small(configure=sensitive), Small(configure=sensitive)
     before = weights(plain).clone()
     made = fit(ours, strategy=strategy, precision="16-mixed", gradient_clip_val=0.3, accumulate_grad_batches=2)
@@ -67,14 +77,14 @@ def test_fp16_gradients_are_unscaled_and_clipped_in_both_parts(zenflow: dict[str
 def test_gradients_in_hooks_are_unscaled_and_masters_follow_the_reference(precision: Any, tolerance: float) -> None:
     """FAULTS 19, Z9, Z11."""
     follows = FollowsReference()
-    strategy = ZenFlowStrategy(OFTEN, loss_scale=512.0)
+    strategy = strategy_of(OFTEN, loss_scale=512.0)
     fit(Small(), strategy=strategy, callbacks=[follows], precision=precision, gradient_clip_val=0.5)
     follows.assert_equal(steps=10, gradient=4 * tolerance, weights=tolerance)
 
 
 def test_an_overflow_is_skipped_until_the_scale_fits() -> None:
     """FAULTS 12, 13, Z9: a scale of 2^24 is too large for fp16; each skip halves it and moves no weight."""
-    strategy = ZenFlowStrategy(OFTEN, initial_scale_power=24, hysteresis=1)
+    strategy = strategy_of(OFTEN, initial_scale_power=24, hysteresis=1)
     module = Small()
     with pytest.warns(RuntimeWarning, match=r"the gradient norm is (inf|nan) \(\d skipped so far\)") as warned:
         made = fit(module, batches(20), strategy=strategy, precision="16-mixed")

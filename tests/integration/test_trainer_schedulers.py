@@ -81,7 +81,9 @@ class SeesRates(Callback):
 
 
 @pytest.mark.parametrize(
-    "configure", [one_cycle, three_lambdas, per_epoch, plateau, sequential, of_our_own_optimizer], ids=lambda f: f.__name__
+    "configure",
+    [one_cycle, three_lambdas, per_epoch, plateau, sequential, of_our_own_optimizer],
+    ids=lambda f: f.__name__,
 )
 def test_a_schedule_is_stepped_exactly_as_by_a_plain_trainer_and_reaches_both_parts_at_once(
     configure: Callable[[Small], Any],

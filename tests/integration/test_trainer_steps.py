@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.modules import (
     fit,
     fit_plainly,
     schedule_of,
+    strategy_of,
     three_groups,
     trainer,
     weights,
@@ -43,7 +45,7 @@ class Endless(IterableDataset[Any]):
 def test_leftover_batches_step_at_the_end_of_each_epoch_and_all_counters_agree(stage: int) -> None:
     """FAULTS 1, 2, 3, 6, 15, Z2, Z10, Z11."""
     follows, module = FollowsReference(), Small(configure=three_groups)
-    strategy = ZenFlowStrategy({**OFTEN, "update_interval": 4}, stage=stage)
+    strategy = strategy_of({**OFTEN, "update_interval": 4}, stage=stage)
     made = fit(
         module,
         strategy=strategy,
@@ -77,9 +79,10 @@ def test_leftover_batches_of_a_loader_without_length_step_as_well() -> None:
 def test_both_parts_are_clipped_as_a_plain_trainer_clips(zenflow: dict[str, Any], kind: Any) -> None:
     """FAULTS 6: the limit lies below most norms, and weight decay and large `eps` make the scale of gradients matter."""
     results = []
-    for run in (lambda *a, **k: fit(*a, zenflow=zenflow, **k), fit_plainly):
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 4, "gradient_clip_val": 0.3}
+    for run in (partial(fit, zenflow=zenflow), fit_plainly):
         module = Small(configure=lambda module: kind(module.parameters(), lr=0.3, eps=1.0, weight_decay=0.05))
-        made = run(module, max_epochs=2, accumulate_grad_batches=4, gradient_clip_val=0.3)
+        made = run(module, **settings)
         results.append((weights(module), made.global_step))
     (ours, our_steps), (plain, plain_steps) = results
     assert our_steps == plain_steps == 6
@@ -238,7 +241,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_is_counted_and_said_once_each(
     assert made.global_step == made.strategy.deepspeed_engine.global_steps == 7 + 3
     other = Small()
     good = [batch for index, batch in enumerate(batches(10)) if index not in SometimesNaN.bad]
-    fit(other, DataLoader(good, batch_size=None))
+    fit(other, DataLoader(good, batch_size=None))  # type: ignore[arg-type]
     assert torch.equal(weights(other), weights(module))
 
 
@@ -287,7 +290,9 @@ def test_an_interval_in_epochs_counts_only_batches_that_are_used() -> None:
 
 def test_an_interval_in_epochs_asks_for_steps_where_the_loader_has_no_length() -> None:
     """FAULTS Z3."""
-    with pytest.raises(ValueError, match="`select_strategy` must be step for a data loader without a length, got 'epoch'"):
+    with pytest.raises(
+        ValueError, match="`select_strategy` must be step for a data loader without a length, got 'epoch'"
+    ):
         fit(Small(), DataLoader(Endless(), batch_size=None), zenflow={"select_strategy": "epoch"})
 
 

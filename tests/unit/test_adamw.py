@@ -66,8 +66,8 @@ def test_constant_gradients_may_be_taken_in_one_update_instead_of_n():
     _, grad, _, _ = random_state()
     one_by_one, at_once = ([torch.zeros_like(grad) for _ in range(3)] for _ in range(2))
     for clock in range(1, 5):
-        adamw_(one_by_one[0], grad, *one_by_one[1:], SETTINGS, clock=clock)
-    adamw_(at_once[0], grad, *at_once[1:], SETTINGS, clock=4, steps=4)
+        adamw_(one_by_one[0], grad, one_by_one[1], one_by_one[2], SETTINGS, clock=clock)
+    adamw_(at_once[0], grad, at_once[1], at_once[2], SETTINGS, clock=4, steps=4)
     torch.testing.assert_close(at_once[1:], one_by_one[1:])
 
 
@@ -81,9 +81,9 @@ def test_the_gradient_is_left_as_it_is():
 
 
 def test_an_empty_tensor_is_accepted():
-    empty = [torch.empty(0) for _ in range(4)]
-    adamw_(*empty, SETTINGS, clock=1)
-    assert all(tensor.numel() == 0 for tensor in empty)
+    weight, grad, exp_avg, exp_avg_sq = (torch.empty(0) for _ in range(4))
+    adamw_(weight, grad, exp_avg, exp_avg_sq, SETTINGS, clock=1)
+    assert weight.numel() == 0
 
 
 def test_a_slice_of_a_tensor_is_updated_in_place_and_its_neighbours_are_not():
