@@ -274,6 +274,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             optimizer = ZenFlowAdamW([param for param in model.parameters() if param.requires_grad], **settings)
         converted = ZenFlowAdamW.from_optimizer(optimizer)
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+        self.barrier()  # a rank that failed before this point shows here, and not as a hang within DeepSpeed
         with installed(self._run_settings()), any_layout():
             return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
 

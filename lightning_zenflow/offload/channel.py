@@ -44,6 +44,7 @@ class Channel:
         self._last_clock = 0
         self._death: WorkerDied | None = None
         self._is_busy = False
+        self._is_torn = False
 
     def wait_ready(self, limit_secs: float) -> None:
         """Waits for the answer to `Start`, at most `limit_secs`."""
@@ -56,17 +57,19 @@ class Channel:
         """Sends `command`. Does not wait, unless hundreds of commands are unanswered."""
         with self._alone():
             self._take_answers()  # so that neither side's socket ever fills up
+            self._is_torn = True
             try:
                 self._process.send(command)
-            except BlockingIOError as error:
-                raise self._timeout() from error
-            except OSError as error:
+            except BlockingIOError:
+                raise self._timeout() from None
+            except OSError:
                 self._take_answers()  # there may be a traceback
-                raise self._died() from error
+                raise self._died() from None
             if not isinstance(command, Restore):
                 self.unanswered.append(command)
             if isinstance(command, Update):
                 self._last_clock = command.clock
+            self._is_torn = False
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Takes over answers until `done`, at most for the time limit."""
@@ -94,6 +97,11 @@ class Channel:
             )
         if self._death is not None:
             raise self._death
+        if self._is_torn:
+            raise RuntimeError(
+                "The background process cannot be used any more: a call was interrupted in the middle of a message, by"
+                " Ctrl-C for example. Restart from the last checkpoint."
+            )
         if self.is_closed:
             raise RuntimeError("`HostClient` must be open, got a call after `close`. Start a new one.")
         self._is_busy = True
@@ -108,10 +116,14 @@ class Channel:
 
     def _receive(self, limit_secs: float) -> Reply | None:
         """Takes over the next answer, or `None` if there is none in time."""
+        if not self._process.wait(limit_secs):
+            return None
+        # From here to the end an exception from outside, such as Ctrl-C, loses an answer, and nothing adds up any more.
+        self._is_torn = True
         try:
-            reply: Reply | None = self._process.receive(limit_secs)
-        except EOFError as error:
-            raise self._died() from error
+            reply: Reply | None = self._process.receive()
+        except EOFError:
+            raise self._died() from None
         if isinstance(reply, Failure):
             raise self._died(reply)
         if isinstance(reply, Accumulated):
@@ -121,7 +133,14 @@ class Channel:
             self.unanswered.popleft()
             self.updated.append(reply)
             self.update_secs = reply.secs
+        self._is_torn = reply is None  # stopped in the middle of a message
         return reply
+
+    def death_to_tell(self) -> WorkerDied | None:
+        """The error of a death that no call has met yet; `None` if one has, or is about to, or nobody asks any more."""
+        if self._is_busy or self.is_closed or self._death is not None:
+            return None
+        return self._died()
 
     def _died(self, failure: Failure | None = None) -> WorkerDied:
         self._death = WorkerDied.because(self._process.pid, self._process.cause_of_death(), self._last_clock, failure)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -20,8 +23,8 @@ def main(connection_fd: int, memory_fd: int, trainer_fd: int) -> None:
     set_signals()
     connection = Connection(connection_fd)
     with failures_reported(connection):
-        from lightning_zenflow.offload import worker
-
+        with ends_with_trainer(connection_fd, trainer_fd):  # importing PyTorch takes seconds
+            from lightning_zenflow.offload import worker
         worker.serve(connection, memory_fd, trainer_fd)
 
 
@@ -32,6 +35,30 @@ def set_signals() -> None:
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that started us may have blocked some
+
+
+@contextlib.contextmanager
+def ends_with_trainer(connection_fd: int, trainer_fd: int) -> Iterator[None]:
+    """Within this context the process ends at once when the trainer ends or hangs up, whatever it is doing."""
+    sleep_fd, wake_fd = os.pipe()
+    ends = select.poll()
+    ends.register(connection_fd, 0)  # no events: reports a hang-up only
+    ends.register(sleep_fd, 0)
+    if trainer_fd >= 0:
+        ends.register(trainer_fd, select.POLLIN)
+
+    def watch() -> None:
+        if all(fd != sleep_fd for fd, _ in ends.poll()):  # no timeout: one of them comes
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(wake_fd)
+        thread.join()  # it wakes at once
+        os.close(sleep_fd)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from lightning_zenflow.offload.errors import WorkerDied, WorkerTimeout
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.memory import check_host_memory
 from lightning_zenflow.offload.process import WorkerProcess
+from lightning_zenflow.offload.watch import DeathWatch
 from lightning_zenflow.offload.protocol import Accumulate, Ledger, Restore, Start, Update, Updated
 
 START_TIMEOUT_SECS = 60.0
@@ -38,8 +39,9 @@ class HostClient:
         self.ledger = Ledger(arena.layout.blocks, groups)
         self._process = process
         self._channel = Channel(process, timeout_secs)
+        self._watch = DeathWatch(process.pidfd, self._channel.death_to_tell)
         # Runs once: on close, when the client is dropped, or when the interpreter ends.
-        self._release = weakref.finalize(self, _release, os.getpid(), process, arena)
+        self._release = weakref.finalize(self, _release, os.getpid(), self._watch, process, arena)
 
     @classmethod
     def start(
@@ -193,7 +195,8 @@ class HostClient:
         self._release()
 
 
-def _release(owner_pid: int, process: WorkerProcess, arena: Arena) -> None:
+def _release(owner_pid: int, watch: DeathWatch, process: WorkerProcess, arena: Arena) -> None:
+    watch.stop()  # before the descriptor that it watches is closed
     if os.getpid() != owner_pid:  # a forked child that exits: worker and memory belong to the trainer
         return
     try:

@@ -110,15 +110,17 @@ class WorkerProcess:
         """
         self._connection.send(message)
 
-    def receive(self, timeout_secs: float) -> Any | None:
-        """The next message, or `None` if there is none within `timeout_secs`.
+    def wait(self, timeout_secs: float) -> bool:
+        """Whether there is something to `receive` within `timeout_secs`. An exception in here loses nothing."""
+        # Wakes on a message, on the end of file, or on the worker's end; never later than the timeout.
+        return bool(mp_connection.wait(self._sources, timeout_secs))
+
+    def receive(self) -> Any | None:
+        """The message that `wait` has announced, or `None` if it is not whole.
 
         Raises:
             EOFError: The worker is gone, and all it has sent was received.
         """
-        # Wakes on a message, on the end of file, or on the worker's end; never later than the timeout.
-        if not mp_connection.wait(self._sources, timeout_secs):
-            return None
         try:
             if self._connection.poll(0):
                 return self._connection.recv()
@@ -139,6 +141,11 @@ class WorkerProcess:
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         return f"was killed by {name} (exit code {code}{_HINTS.get(name, '')})"
 
+    @property
+    def pidfd(self) -> int:
+        """Becomes readable when the child ends; -1 where the system has none. Closed by `stop`."""
+        return self._pidfd
+
     def has_ended(self) -> bool:
         """Whether the child has ended. Does not wait."""
         return self._popen.poll() is not None
@@ -155,7 +162,8 @@ class WorkerProcess:
         """Ends the child: asks, waits, kills. Bounded by twice `EXIT_GRACE_SECS`; fine if it is dead already."""
         try:
             self._hang_up()
-            self._popen.wait(EXIT_GRACE_SECS)
+            if not self.state().startswith("T"):  # a stopped process sees nothing
+                self._popen.wait(EXIT_GRACE_SECS)
         except subprocess.TimeoutExpired:
             pass
         finally:  # also after a second Ctrl-C during the wait

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from lightning_zenflow.zero.stage12 import RunSettings, ZenFlowZeroOptimizer
 
@@ -37,15 +39,11 @@ def without_compiling() -> Iterator[None]:
 
     On CPU it would compile them at start wherever it finds a compiler, and print about it; gloo does without.
     """
-    import deepspeed.ops
-
-    name, compatible = "deepspeed_shm_comm", deepspeed.ops.__compatible_ops__
-    original = compatible.get(name)
-    compatible[name] = False
+    # Not `import ... as`: that would find the name `torch` which deepspeed.comm has imported.
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    original = backend.build_shm_op
+    backend.build_shm_op = lambda: None
     try:
         yield
     finally:
-        if original is None:
-            del compatible[name]
-        else:
-            compatible[name] = original
+        backend.build_shm_op = original

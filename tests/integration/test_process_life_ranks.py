@@ -111,7 +111,6 @@ fit(devices=2)
 
 
 @pytest.mark.long
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the other waits where DeepSpeed clones the world group")
 def test_an_exception_in_configure_optimizers_on_one_rank_ends_both(tmp_path: Path, free_port: int) -> None:
     code = """
 class Failing(Tiny):

@@ -188,7 +188,6 @@ def test_worker_and_trainer_may_be_stopped_and_continued(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.xfail(strict=True, reason="the trainer looks at its worker between batches only", raises=AssertionError)
 def test_a_worker_killed_while_data_is_long_in_coming_ends_the_trainer(tmp_path: Path) -> None:
     code = "fit(train=batches(before=lambda number: number == 5 and (say('loading'), time.sleep(60))))"
     with started(tmp_path, code) as program:
