@@ -8,7 +8,6 @@ Nothing is downloaded, and a CPU is enough. Either of these takes about a minute
 
 from __future__ import annotations
 
-import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_zenflow import StallMonitor, ZenFlowConfig, ZenFlowStrategy
 
 ASCII = 128
-
-# Only where the CPU is the accelerator: half of the cores compute, the others are for the background process. A thread
-# of PyTorch that shares its core makes all of them wait.
-torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 class CharGPT(LightningModule):

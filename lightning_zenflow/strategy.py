@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from lightning_zenflow import ds_config
+from lightning_zenflow import arguments, ds_config
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.offload.affinity import worker_cores
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
@@ -31,17 +30,6 @@ from lightning_zenflow.stats import StepStats
 
 if TYPE_CHECKING:
     from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
-
-_ZERO_ARGUMENTS = (
-    "contiguous_gradients",
-    "overlap_comm",
-    "allgather_partitions",
-    "reduce_scatter",
-    "allgather_bucket_size",
-    "reduce_bucket_size",
-    "sub_group_size",
-)
-_LOSS_SCALE_ARGUMENTS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
 class ZenFlowStrategy(DeepSpeedStrategy):
@@ -74,18 +62,16 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         **kwargs: Any,
     ) -> None:
         given = zenflow if isinstance(zenflow, ZenFlowConfig) else ZenFlowConfig.from_mapping(zenflow)
-        # A command line fills in all arguments of the base class: those with its defaults are as good as left out.
-        defaults = {name: param.default for name, param in inspect.signature(DeepSpeedStrategy).parameters.items()}
-        changed = {name: value for name, value in kwargs.items() if name not in defaults or value != defaults[name]}
-        self._refuse_arguments(stage, changed)
+        changed = arguments.without_defaults(kwargs)
+        arguments.refuse(stage, changed)
         self._zenflow_block: Mapping[str, Any] | None = None
         self._has_own_config = kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ
         super().__init__(stage=stage or 2, **kwargs)
         assert isinstance(self.config, dict)
         if self._has_own_config:
-            _refuse_beside_config(changed, self.config)
+            arguments.refuse_beside_config(changed, self.config)
         self._merge_stage(stage)
-        self.zenflow = _merge_zenflow(given, self._zenflow_block)
+        self.zenflow = arguments.merge_zenflow(given, self._zenflow_block)
         ds_config.complete(self.config)
         self._settle_first = _SettleFirst()
         self._begin_run()
@@ -94,28 +80,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._skipped_steps_logged = 0
         self._step_is_open = False
         self._has_ended = False
+        self._threads_before: int | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
 
     # -- settings ---------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _refuse_arguments(stage: int | None, kwargs: Mapping[str, Any]) -> None:
-        if stage == 3:
-            raise NotImplementedError("`stage` must be 1 or 2, got 3. ZeRO-3 is not supported yet.")
-        if stage is not None and (stage not in (1, 2) or isinstance(stage, bool)):
-            raise ValueError(f"`stage` must be 1 or 2, got {stage!r}. ZenFlow is part of ZeRO.")
-        wanted = {
-            "zero_optimization": (True, "ZenFlow is part of ZeRO"),
-            "offload_parameters": (False, "parameters are offloaded by ZeRO-3 only, which is not supported yet"),
-            "offload_optimizer_device": ("cpu", "NVMe is not supported"),
-            "offload_params_device": ("cpu", "NVMe is not supported"),
-            "remote_device": (None, "it belongs to ZeRO-3, which is not supported yet"),
-            "load_full_weights": (False, "it belongs to ZeRO-3, which is not supported yet"),
-            "zero_allow_untested_optimizer": (True, "ZenFlow brings its own optimizer"),
-        }
-        for name, (value, reason) in wanted.items():
-            if kwargs.get(name, value) != value:
-                raise ValueError(f"`{name}` must be {value!r}, got {kwargs[name]!r}: {reason}. Leave it out.")
 
     def _load_config(self, config: Any) -> dict[str, Any] | None:
         """The DeepSpeed config as a copy of its own, without the `"zenflow"` block, which is kept aside."""
@@ -216,6 +184,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._begin_run()
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._share_cores()
         super().setup(trainer)
         if self._zero is not None:
             trainer.callbacks.insert(0, self._settle_first)  # type: ignore[attr-defined]
@@ -308,6 +278,18 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         available = os.sched_getaffinity(0)
         return worker_cores(available, self.zenflow.pt_reserved_cores_perc, self.local_rank, self.num_processes)
 
+    def _share_cores(self) -> None:
+        """On CPU, where PyTorch's threads and the background process want the same cores, PyTorch gets its share of them.
+
+        Only until `teardown`, and not if OMP_NUM_THREADS says how many. Twice the threads on half the cores would not be
+        half as fast, but several times slower.
+        """
+        if isinstance(self.accelerator, CPUAccelerator) and "OMP_NUM_THREADS" not in os.environ:
+            self._threads_before = torch.get_num_threads()
+            cores = len(os.sched_getaffinity(0))
+            reserved = cores - self.num_processes * len(self._worker_cores())
+            torch.set_num_threads(max(1, min(self._threads_before, reserved // self.num_processes)))
+
     @property
     def _zero(self) -> ZenFlowZeroOptimizer | None:
         """Our ZeRO optimizer while `fit` runs, else None."""
@@ -377,6 +359,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         finally:
             if engine is not self.lightning_module and hasattr(engine, "destroy"):
                 engine.destroy()
+            if self._threads_before is not None:
+                torch.set_num_threads(self._threads_before)
             trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
             if trainer is not None and self._settle_first in trainer.callbacks:
                 trainer.callbacks.remove(self._settle_first)
@@ -469,30 +453,3 @@ class _SettleFirst(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         trainer.strategy.settle()
-
-
-def _refuse_beside_config(kwargs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Arguments that only build a config would be dropped silently beside one."""
-    builders = {*inspect.signature(DeepSpeedStrategy._create_default_config).parameters, *_ZERO_ARGUMENTS}
-    if "fp16" in config:
-        builders.update(_LOSS_SCALE_ARGUMENTS)
-    # Where only one value is accepted anyway, and it has been checked, nothing is lost.
-    fixed = {"self", "zero_kwargs", "zero_optimization", "zero_allow_untested_optimizer", "offload_optimizer"}
-    for name in kwargs:
-        if name in builders - fixed:
-            raise ValueError(
-                f"`{name}` must be left out beside a DeepSpeed `config` (or PL_DEEPSPEED_CONFIG_PATH), got both. Write it into"
-                " the config."
-            )
-
-
-def _merge_zenflow(given: ZenFlowConfig, block: Mapping[str, Any] | None) -> ZenFlowConfig:
-    if block is None:
-        return given
-    config = ZenFlowConfig.from_mapping(block)
-    if given not in (ZenFlowConfig(), config):
-        raise ValueError(
-            '`zenflow` must be left out beside a DeepSpeed config with a "zenflow" block, got both and they differ. Give one'
-            " of them."
-        )
-    return config

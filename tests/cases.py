@@ -124,15 +124,18 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
         case.look_ahead,
     )
     worst = {"gradient": 0.0, "weights": 0.0, "norm": 0.0}
-    with pieces_of(7 if case.small_pieces else None), zenflow_engine(
-        model,
-        groups,
-        zenflow_config(case),
-        stage=case.stage,
-        select_interval=case.select_interval,
-        clip_norm=case.clip_norm,
-        local_ranks=world_size,
-    ) as (engine, zero):
+    with (
+        pieces_of(7 if case.small_pieces else None),
+        zenflow_engine(
+            model,
+            groups,
+            zenflow_config(case),
+            stage=case.stage,
+            select_interval=case.select_interval,
+            clip_norm=case.clip_norm,
+            local_ranks=world_size,
+        ) as (engine, zero),
+    ):
         reference = ZenFlowReference(
             initial,
             [{"betas": (0.9, 0.999), "eps": 1e-8, **group} for group in settings],

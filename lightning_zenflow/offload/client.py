@@ -14,8 +14,8 @@ from lightning_zenflow.offload.errors import WorkerDied, WorkerTimeout
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.memory import check_host_memory
 from lightning_zenflow.offload.process import WorkerProcess
-from lightning_zenflow.offload.watch import DeathWatch
 from lightning_zenflow.offload.protocol import Accumulate, Ledger, Restore, Start, Update, Updated
+from lightning_zenflow.offload.watch import DeathWatch
 
 START_TIMEOUT_SECS = 60.0
 """How long the worker may take until it is ready; 3 seconds are usual."""

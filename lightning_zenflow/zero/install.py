@@ -18,19 +18,15 @@ def installed(settings: RunSettings) -> Iterator[None]:
     The engine looks the class up in its module's globals; they are restored in any case.
     """
     import deepspeed.runtime.engine as engine
-    from deepspeed.runtime.zero import utils
 
-    from lightning_zenflow.optimizer import ZenFlowAdamW
-
-    original = engine.DeepSpeedZeroOptimizer
+    original, is_supported = engine.DeepSpeedZeroOptimizer, engine.is_zero_supported_optimizer
     engine.DeepSpeedZeroOptimizer = partial(ZenFlowZeroOptimizer, settings=settings)
-    # Otherwise DeepSpeed warns of an untested optimizer at every start.
-    utils.ZERO_SUPPORTED_OPTIMIZERS.append(ZenFlowAdamW)
+    # DeepSpeed would warn of an untested optimizer, after an import that takes seconds only to see that it is no Muon.
+    engine.is_zero_supported_optimizer = lambda optimizer: True
     try:
         yield
     finally:
-        engine.DeepSpeedZeroOptimizer = original
-        utils.ZERO_SUPPORTED_OPTIMIZERS.remove(ZenFlowAdamW)
+        engine.DeepSpeedZeroOptimizer, engine.is_zero_supported_optimizer = original, is_supported
 
 
 @contextmanager

@@ -65,6 +65,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
 
     shard: ShardOptimizer
     optimizer: ZenFlowAdamW
+    reduce_bucket_size: int
 
     def __init__(self, init_optimizer: ZenFlowAdamW, *args: Any, settings: RunSettings, **kwargs: Any) -> None:
         self._settings = settings
