@@ -178,6 +178,11 @@ class ShardOptimizer:
         self.inbox.open(self.host.arena.slots[slot], selecting=self._schedule.plan(self.clock + 1).reselect)
         self._squares = None
 
+    def drop_gradients(self) -> None:
+        """Forgets the gradients received since the last step."""
+        self._transfers.wait_to_host()  # a late copy must not land on top of a gradient that comes next
+        self._open_inbox()
+
     def begin_step(self) -> None:
         """Starts the clock of `StepStats.step_secs`; called at a step's first forward."""
         self._step_started = time.perf_counter()

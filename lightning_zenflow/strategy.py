@@ -112,6 +112,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         super()._format_config()
         if trainer.state.fn == TrainerFn.FITTING:
             ds_config.check_batch_size(self.config, batch_size, trainer.accumulate_grad_batches, self.world_size)
+        if trainer.accumulate_grad_batches > 1 and self.config["zero_optimization"]["stage"] == 1:
+            # ZeRO-1 lets autograd sum micro-batches, in the model's dtype if not told otherwise.
+            self.config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
         # Lightning scales the loss and says when to step; DeepSpeed would do both a second time.
         self.config["gradient_accumulation_steps"] = 1
 

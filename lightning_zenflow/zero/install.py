@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from lightning_zenflow.zero.stage12 import RunSettings, ZenFlowZeroOptimizer
@@ -20,11 +19,21 @@ def installed(settings: RunSettings) -> Iterator[None]:
     import deepspeed.runtime.engine as engine
 
     original, is_supported = engine.DeepSpeedZeroOptimizer, engine.is_zero_supported_optimizer
-    engine.DeepSpeedZeroOptimizer = partial(ZenFlowZeroOptimizer, settings=settings)
+    built: list[ZenFlowZeroOptimizer] = []
+
+    def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
+        built.append(ZenFlowZeroOptimizer(*args, settings=settings, **kwargs))
+        return built[-1]
+
+    engine.DeepSpeedZeroOptimizer = build
     # DeepSpeed would warn of an untested optimizer, after an import that takes seconds only to see that it is no Muon.
     engine.is_zero_supported_optimizer = lambda optimizer: True
     try:
         yield
+    except BaseException:
+        for optimizer in built:  # the engine failed after its optimizer had started the background process
+            optimizer.destroy()
+        raise
     finally:
         engine.DeepSpeedZeroOptimizer, engine.is_zero_supported_optimizer = original, is_supported
 

@@ -206,6 +206,12 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
             if segment.param in self._sums:
                 self._deliver(segment, None)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients received since the last step as well, as it would where they still lay on the device."""
+        super().zero_grad(set_to_none)
+        self._sums.clear()
+        self.shard.drop_gradients()
+
     # -- the step ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:

@@ -287,7 +287,6 @@ def test_a_checkpoint_on_an_exception_is_written_and_the_exception_shown(tmp_pat
     assert children() == []
 
 
-@pytest.mark.xfail(strict=True, reason="the engine fails after its optimizer has started the background process")
 def test_an_engine_that_cannot_be_built_leaves_no_process() -> None:
     """FAULTS 31: DeepSpeed looks at the schedule last."""
     config = {

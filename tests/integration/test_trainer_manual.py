@@ -139,7 +139,6 @@ class DropsGradients(Small):
             closure()
 
 
-@pytest.mark.xfail(strict=True, reason="what ZeRO has handed over stays until the step")
 @pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_that_zero_grad_throws_away_are_not_applied(automatic: bool, stage: int) -> None:

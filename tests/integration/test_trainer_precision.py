@@ -109,9 +109,7 @@ class SumsInFp32(Callback):
             self.equal.append(torch.equal(trainer.strategy.gradient(param), total.to(torch.bfloat16).float()))
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.xfail(strict=True, reason="ZeRO-1 sums in 16 bits")), 2]
-)
+@pytest.mark.parametrize("stage", [1, 2])
 def test_batches_are_accumulated_in_fp32_whatever_the_precision(stage: int) -> None:
     """FAULTS 1."""
     sums = SumsInFp32()
