@@ -68,6 +68,7 @@ def test_rows_come_in_pieces_that_fit_the_cache_and_never_split_further_than_a_r
 
 
 def test_offsets_beyond_two_to_the_31_stay_exact() -> None:
+    """FAULTS 18; the background process's own offsets are tested with its arena."""
     spec = ParamSpec("huge", (3_000_000, 1_000), 0, 0)
     table = ShardTable.build([spec], [3_000_000_000], 0)
     assert table.segments[0].numel == 3_000_000_000 and table.segments[0].pieces[0].stop == 3_000_000_000
