@@ -82,6 +82,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._has_ended = False
         self._threads_before: int | None = None
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._own_attributes: list[tuple[nn.Parameter, set[str]]] = []
 
     # -- settings ---------------------------------------------------------------------------------------------------
 
@@ -247,6 +248,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             optimizer = ZenFlowAdamW([param for param in model.parameters() if param.requires_grad], **settings)
         converted = ZenFlowAdamW.from_optimizer(optimizer)
         self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+        self._own_attributes = [(param, set(vars(param))) for param in model.parameters()]
         self.barrier()  # a rank that failed before this point shows here, and not as a hang within DeepSpeed
         with installed(self._run_settings()), any_layout():
             return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
@@ -354,19 +356,29 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._training("settle").settle()
 
     def teardown(self) -> None:
-        """Ends the background process and removes DeepSpeed's hooks from the module, also after an exception."""
+        """Ends the background process and makes the module an ordinary one again, also after an exception."""
         engine: Any = self.model
         self._has_ended = True
         try:
             super().teardown()
         finally:
             if engine is not self.lightning_module and hasattr(engine, "destroy"):
-                engine.destroy()
+                self._release(engine)
             if self._threads_before is not None:
                 torch.set_num_threads(self._threads_before)
             trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
             if trainer is not None and self._settle_first in trainer.callbacks:
                 trainer.callbacks.remove(self._settle_first)
+
+    def _release(self, engine: Any) -> None:
+        """Removes from the module what DeepSpeed leaves there, which would keep the engine and its buffers alive."""
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
+        for param, own in self._own_attributes:
+            for name in vars(param).keys() - own:
+                delattr(param, name)
+        self._own_attributes.clear()
 
     # -- what a run tells -------------------------------------------------------------------------------------------
 

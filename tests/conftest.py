@@ -138,6 +138,7 @@ def destroy_process_group() -> bool:
         import deepspeed
 
         deepspeed.comm.comm.cdb = None  # else the next deepspeed.init_distributed believes that it is done
+        deepspeed.utils.groups._release_process_group_references()
     return True
 
 

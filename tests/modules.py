@@ -21,7 +21,6 @@ from tests.cases import relative
 with warnings.catch_warnings():
     # Imported by DeepSpeed when the first engine is built; torch's compiler warns of itself meanwhile.
     warnings.simplefilter("ignore")
-    import deepspeed.runtime.zero.muon.original_muon
 
 EXPECTED_WARNINGS = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -144,8 +143,6 @@ def strategy_of(zenflow: Any, **arguments: Any) -> ZenFlowStrategy:
 
 def trainer(zenflow: Any = OFTEN, **settings: Any) -> Trainer:
     """A quiet Trainer on one CPU, with ZenFlow; `strategy=...` overrides that."""
-    if not torch.distributed.is_initialized():
-        deepspeed.utils.groups._WORLD_GROUP = None  # DeepSpeed's copy of a group that an earlier test has destroyed
     strategy = settings.pop("strategy", None) or strategy_of(zenflow)
     return Trainer(**{**QUIET, **settings, "strategy": strategy})
 

@@ -153,7 +153,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Tensor, i: int) -> None:
         """Called by DeepSpeed with each gradient; on a single rank there is nothing to reduce and no bucket to fill."""
-        if self._world_size > 1 or self.sequence_parallel_size > 1:
+        if self._world_size > 1:
             super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         elif param.numel() > 0 and getattr(param, "ds_grad_is_ready", True):
             stream = self.reduction_stream or get_accelerator().current_stream()
@@ -167,12 +167,17 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
     def setup_buckets(self) -> None:
         """Called by DeepSpeed before the first gradient of a micro-batch: buckets that nobody fills are not allocated."""
         size = self.reduce_bucket_size
-        if self._world_size == 1 and self.sequence_parallel_size == 1:
+        if self._world_size == 1:
             self.reduce_bucket_size = 0
         try:
             super().setup_buckets()
         finally:
             self.reduce_bucket_size = size
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Called by DeepSpeed when a bucket is full or backward ends; on a single rank no bucket was filled."""
+        if self._world_size > 1:
+            super().reduce_ipg_grads(comm_dtype)
 
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
         """Called by DeepSpeed with each reduced gradient, within the stream that reduced it."""
@@ -221,7 +226,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
         self._deliver_remaining()
         outcome = self.shard.step(loss_scale=float(self.loss_scale), clip_norm=float(self.clip_grad))
         self.overflow = not outcome.applied
-        self._update_scale(self.overflow)
+        if self.loss_scaler.dynamic:  # a fixed scale has nothing to update, and says so at every skipped step
+            self._update_scale(self.overflow)
         self._global_grad_norm = outcome.grad_norm
         if outcome.applied:
             self._exchange(outcome)

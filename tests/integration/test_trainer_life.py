@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,8 @@ pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
 
 def children() -> list[int]:
     """The background processes of this one."""
-    return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    own = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child.pid for child in own if "lightning_zenflow.offload" in " ".join(child.cmdline())]
 
 
 class Watches(Callback):
@@ -123,6 +127,27 @@ def split(flat: torch.Tensor, module: Small) -> list[torch.Tensor]:
     values = module.net.state_dict().values()
     parts = flat.split([value.numel() for value in values])
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def test_a_module_is_an_ordinary_one_again_after_fit() -> None:
+    """FAULTS 26, 33: it trains with plain PyTorch, can be pickled and holds on to no engine."""
+    module = Small()
+    module.net[0].weight.remark = "mine"  # type: ignore[index]
+    module.register_forward_hook(lambda *args: None)
+    made = fit(module)
+    engine = weakref.ref(made.strategy.deepspeed_engine)  # type: ignore[attr-defined]
+    assert len(module._forward_hooks) == 1 and not module._forward_pre_hooks
+    (batch,) = batches(1)
+    loss = module.loss(module.net, batch)
+    loss.backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert module.loss(module.net, batch) < loss
+    assert torch.equal(pickle.loads(pickle.dumps(module.net))[0].bias, module.net[0].bias)  # type: ignore[index]
+    assert vars(module.net[0].weight) == {"remark": "mine"}  # type: ignore[index]
+    del made
+    module._trainer = None
+    gc.collect()
+    assert engine() is None
 
 
 def test_a_limit_changed_between_two_fits_is_obeyed() -> None:

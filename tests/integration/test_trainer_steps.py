@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from functools import partial
 from typing import Any
@@ -253,6 +254,27 @@ def test_skipped_steps_of_a_second_fit_are_said_as_well() -> None:
         made.fit_loop.max_epochs = epochs
         with pytest.warns(RuntimeWarning, match=r"Step after 2 skipped: .* \(1 skipped so far\)"):
             made.fit(module, batches(4))
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.mark.filterwarnings("ignore:Step after")
+def test_deepspeed_does_not_repeat_what_is_said_of_a_skipped_step() -> None:
+    """FAULTS 12, Z12: it writes to stdout."""
+    records = Records()
+    logging.getLogger("DeepSpeed").addHandler(records)
+    try:
+        fit(SometimesNaN(), batches(4))
+    finally:
+        logging.getLogger("DeepSpeed").removeHandler(records)
+    assert [line for line in records.said if "OVERFLOW" in line] == []
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
