@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ time.sleep(60)
             time.sleep(0.3)
             assert not is_gone(pid)
             running.kill()
-            secs.append(secs_until(lambda pid=pid: is_gone(pid)))
+            secs.append(secs_until(partial(is_gone, pid)))
         if secs[-1] < 1:
             break
     assert min(secs) < 1
