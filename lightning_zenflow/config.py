@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -116,7 +115,7 @@ class ZenFlowConfig:
         seconds = self.worker_timeout_secs
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         self._require("worker_timeout_secs", number, "a number of seconds above 0", TypeError)
-        self._require("worker_timeout_secs", 0 < seconds < math.inf, "a number of seconds above 0")
+        self._require("worker_timeout_secs", 0 < seconds <= 1e6, "a number of seconds above 0, at most 1e6")
         cores = self.worker_cores
         if cores is None:
             return

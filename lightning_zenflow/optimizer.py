@@ -277,14 +277,14 @@ class ShardOptimizer:
     def settle(self) -> bool:
         """Applies every gradient the host holds and shows the device the masters. Returns whether anything changed.
 
-        The barrier of DESIGN section 2.3, and the end of training: no gradient is lost.
+        The barrier of DESIGN section 2.3, and the end of training: no gradient is lost. Gradients that were received for
+        the step to come stay as they are.
         """
         if self._device_is_settled:
             return False
         self._collect(keep=0)
         self._update_all_blocks(self.clock, self._hypers())
-        self.selected.round()
-        self.selected.write(self._weights.view)
+        self.selected.write_masters(self._weights.view)
         return True
 
     def _reselect(self) -> float:

@@ -16,7 +16,9 @@ from torch import Tensor
 from lightning_zenflow.adamw import Hyper, adamw_
 from lightning_zenflow.shards import Piece, Segment, ShardTable
 
-_CHUNK_NUMEL = 1 << 18  # fp32 gradients exist only in chunks: 4 bytes per selected element saved, and all in cache
+# fp32 gradients exist only in chunks, which saves 4 bytes per selected element; on CPU a chunk stays in cache.
+_CHUNK_NUMEL = 1 << 18
+_DEVICE_CHUNK_NUMEL = 1 << 24
 
 View = Callable[[Piece], Tensor]
 """Gives the flat elements of a piece in some tensor of the shard."""
@@ -166,22 +168,22 @@ class SelectedState:
 
     def update(self, groups: Sequence[Hyper], factor: float, clock: int) -> None:
         """One AdamW step on the gradients in `wire`, times `factor` (clipping and unscaling); then `wire` is rounded."""
-        start = 0
+        start, chunk = 0, _CHUNK_NUMEL if self._device.type == "cpu" else _DEVICE_CHUNK_NUMEL
         for hyper, end in zip(groups, self.layout.group_ends, strict=True):
-            for at in range(start, end, _CHUNK_NUMEL):
-                part = slice(at, min(end, at + _CHUNK_NUMEL))
+            for at in range(start, end, chunk):
+                part = slice(at, min(end, at + chunk))
                 grad = self.wire[part].to(torch.float32, copy=True).mul_(factor)
                 adamw_(self.weight[part], grad, self.exp_avg[part], self.exp_avg_sq[part], hyper, clock=clock)
                 self.wire[part].copy_(self.weight[part])
             start = end
 
-    def round(self) -> None:
-        """Replaces whatever `wire` holds by the rounded masters."""
-        self.wire.copy_(self.weight)
-
     def write(self, weights: View) -> None:
-        """Writes the rounded masters in `wire` into the model's weights."""
+        """Writes the rounded masters that `update` has left in `wire` into the model's weights."""
         self.layout.unpack(self.wire, weights)
+
+    def write_masters(self, weights: View) -> None:
+        """Rounds and writes the masters at any time: `wire` may hold gradients of the step to come, and keeps them."""
+        self.layout.unpack(self.weight.to(self._wire_dtype, copy=True), weights)
 
 
 def _piece_view(flat: Tensor) -> View:

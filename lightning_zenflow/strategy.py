@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -190,6 +191,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
         if trainer.state.fn == TrainerFn.FITTING:
             self._share_cores()
+            self._refuse_finder(trainer)
         super().setup(trainer)
         if self._zero is not None:
             trainer.callbacks.insert(0, self._settle_first)  # type: ignore[attr-defined]
@@ -283,6 +285,15 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         available = os.sched_getaffinity(0)
         return worker_cores(available, self.zenflow.pt_reserved_cores_perc, self.local_rank, self.num_processes)
 
+    @staticmethod
+    def _refuse_finder(trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, LearningRateFinder):
+                raise ValueError(
+                    "`LearningRateFinder` must be left out with ZenFlow: it restores a checkpoint to go on from, which is not"
+                    " supported yet. Run it with another strategy."
+                )
+
     def _share_cores(self) -> None:
         """On CPU, where PyTorch's threads and the background process want the same cores, PyTorch gets its share of them.
 
@@ -350,6 +361,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     def settle(self) -> None:
         """Brings the weights up to date: no gradient is pending, and they are the rounded fp32 masters.
+
+        In the middle of a run it changes the course of training a little, since all blocks are updated early.
 
         `fit` ends with it, before `on_train_end` of callbacks and module. Every rank must call it.
         """

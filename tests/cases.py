@@ -64,6 +64,7 @@ class Case:
     decoupled: bool = True
     nan_step: int | None = None
     small_pieces: bool = False
+    settle_before_step: int | None = None
     steps: int = 14
 
 
@@ -167,6 +168,9 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
                     if param.requires_grad:
                         expected = torch.zeros_like(param) if param.grad is None else param.grad
                         worst["gradient"] = max(worst["gradient"], relative(grads[name], expected))
+            if step == case.settle_before_step:
+                zero.settle()
+                reference.settle()
             engine.step()
             reference.step({name: grad.cpu() for name, grad in grads.items()})
             if step != case.nan_step:

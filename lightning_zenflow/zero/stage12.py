@@ -319,6 +319,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
 
 
 RESUME_MESSAGE = (
-    "Resuming training from a checkpoint is not supported yet by `ZenFlowStrategy`. Start without `ckpt_path`, or load the"
-    " weights alone, for example with `zero_to_fp32.py` from the checkpoint's directory."
+    "Resuming training from a checkpoint is not supported yet by `ZenFlowStrategy`. Start without `ckpt_path`, or begin anew"
+    " with its weights: deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(directory)."
 )

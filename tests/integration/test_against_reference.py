@@ -23,6 +23,7 @@ FACTORS: dict[str, list[Any]] = {
     "skips_parameter": [True, False],
     "nan_step": [None, 4],
     "small_pieces": [False, True],
+    "settle_before_step": [None, 7],
 }
 
 

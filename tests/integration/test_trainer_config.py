@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -190,3 +191,8 @@ def test_yaml_with_a_class_path_and_an_option_train_in_somebody_elses_command_li
     assert isinstance(made, ZenFlowStrategy)
     assert made.zenflow == ZenFlowConfig(topk_ratio=0.05, select_strategy="step", select_interval=2)
     assert made.step_stats.step == cli.trainer.global_step == 3
+
+
+def test_the_learning_rate_finder_which_resumes_in_between_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="`LearningRateFinder` must be left out"):
+        fit(Small(), callbacks=[LearningRateFinder()])

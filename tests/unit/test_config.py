@@ -34,7 +34,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "pt_reserved_cores_perc": [-0.1, 1.1, float("nan")],
     "deferred_lr_scale": ["log", None, 4],
     "worker_cores": [[], [-1], [0, 0]],
-    "worker_timeout_secs": [0, -1.0, float("nan"), float("inf")],
+    "worker_timeout_secs": [0, -1.0, 1e30, float("nan"), float("inf")],
 }
 
 ACCEPTED: dict[str, list[Any]] = {
