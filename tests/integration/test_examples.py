@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -71,3 +72,15 @@ def test_every_config_is_accepted_by_the_command_line(config: Path) -> None:
     given = yaml.safe_load(config.read_text())
     assert printed["zenflow"].items() >= given["zenflow"].items()
     assert printed["trainer"]["strategy"] == given["trainer"]["strategy"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core plays the accelerator, another the host")
+def test_the_two_core_comparison_prints_a_row_for_each_mode() -> None:
+    command = [sys.executable, str(REPO / "examples" / "two_core.py"), "--modes", "compute", "zenflow"]
+    command += ["--repeats", "1", "--steps", "10"]
+    done = subprocess.run(command, timeout=110, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[1:]}
+    assert rows.keys() == {"compute", "zenflow"} and rows["zenflow"][-1] == "1.00x"
+    assert 0 < float(rows["compute"][0]) < float(rows["zenflow"][0])
