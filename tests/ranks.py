@@ -200,6 +200,7 @@ def char_gpt(lr: float) -> float:
         strategy=ZenFlowStrategy(zenflow),
         precision="bf16-true",
         max_epochs=1,
+        use_distributed_sampler=False,  # it would shuffle the batches, which the figures are made with
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
