@@ -37,6 +37,8 @@ def build_model(width: int = 1024, depth: int = 8) -> torch.nn.Sequential:
 def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float) -> Any:
     import deepspeed
 
+    from lightning_zenflow.zero.install import without_compiling
+
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -44,7 +46,8 @@ def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float) -> Any:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1"
     )
-    deepspeed.init_distributed("gloo", verbose=False)
+    with without_compiling():
+        deepspeed.init_distributed("gloo", verbose=False)
     zero: dict[str, Any] = {
         "stage": 2,
         "offload_optimizer": {"device": "cpu", "pin_memory": False},
