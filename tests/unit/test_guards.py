@@ -114,9 +114,10 @@ def fail_on_second() -> None:
 
 @pytest.mark.long
 def test_ranks_that_never_end_are_killed_at_the_timeout(run_ranks: RunRanks) -> None:
+    before = psutil.Process().children()  # other tests keep a warm interpreter
     with pytest.raises(AssertionError, match=r"Rank 0 of 1 ran for over 8 s"):
         run_ranks("tests.unit.test_guards:never_end", world_size=1, timeout=8)
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 def never_end() -> None:
