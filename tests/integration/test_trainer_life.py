@@ -323,7 +323,7 @@ def test_an_engine_that_cannot_be_built_leaves_no_process() -> None:
     try:
         assert children() == []
     finally:
-        for child in psutil.Process().children():
+        for child in map(psutil.Process, children()):
             child.terminate()
             child.wait(5)
 
