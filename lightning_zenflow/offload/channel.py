@@ -20,6 +20,7 @@ from lightning_zenflow.offload.protocol import (
     Update,
     Updated,
 )
+from lightning_zenflow.signals import postponed
 
 
 class Channel:
@@ -104,11 +105,12 @@ class Channel:
             )
         if self.is_closed:
             raise RuntimeError("`HostClient` must be open, got a call after `close`. Start a new one.")
-        self._is_busy = True
-        try:
-            yield
-        finally:
-            self._is_busy = False
+        with postponed():  # an interrupt in the middle of a message would tear it apart
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
 
     def _take_answers(self) -> None:
         while self._receive(0) is not None:

@@ -23,6 +23,7 @@ from lightning_zenflow.optimizer import Outcome, ShardOptimizer, ZenFlowAdamW
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.selected import SelectedLayout
 from lightning_zenflow.shards import ParamSpec, Segment, ShardTable
+from lightning_zenflow.signals import postponed
 from lightning_zenflow.weights import ShardWeights
 
 _CPU_PIECE_NUMEL = 1 << 18
@@ -221,16 +222,17 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """One step on device and host, then the exchange of what changed."""
-        self.micro_step_id = INITIAL_MICRO_STEP_ID
-        self._wait_for_offload_copies()  # DeepSpeed's own events on the reduction stream
-        self._deliver_remaining()
-        outcome = self.shard.step(loss_scale=float(self.loss_scale), clip_norm=float(self.clip_grad))
-        self.overflow = not outcome.applied
-        if self.loss_scaler.dynamic:  # a fixed scale has nothing to update, and says so at every skipped step
-            self._update_scale(self.overflow)
-        self._global_grad_norm = outcome.grad_norm
-        if outcome.applied:
-            self._exchange(outcome)
+        with postponed():
+            self.micro_step_id = INITIAL_MICRO_STEP_ID
+            self._wait_for_offload_copies()  # DeepSpeed's own events on the reduction stream
+            self._deliver_remaining()
+            outcome = self.shard.step(loss_scale=float(self.loss_scale), clip_norm=float(self.clip_grad))
+            self.overflow = not outcome.applied
+            if self.loss_scaler.dynamic:  # a fixed scale has nothing to update, and says so at every skipped step
+                self._update_scale(self.overflow)
+            self._global_grad_norm = outcome.grad_norm
+            if outcome.applied:
+                self._exchange(outcome)
 
     def grad_norm(self) -> float:
         """Global norm of the averaged, unscaled gradient of this step. Every rank must call it."""
@@ -251,12 +253,14 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def settle(self) -> None:
         """Applies every gradient the host holds; afterwards the model's weights are the rounded masters."""
-        if self.shard.settle():
-            self._gather_all_weights()
+        with postponed():
+            if self.shard.settle():
+                self._gather_all_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's own layout, with the fp32 masters complete. Training goes on as if nothing had been saved."""
-        self.shard.complete_host_state()
+        with postponed():
+            self.shard.complete_host_state()
         return super().state_dict()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
