@@ -34,6 +34,11 @@ class GradientInbox:
         self._squares.clear()
         self.board.clear()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient of this step has arrived."""
+        return bool(self._squares)
+
     def receive(self, segment: Segment, grad: Tensor) -> None:
         """Takes the reduced gradient of a segment, flat `[segment.numel]` on the device.
 

@@ -138,13 +138,12 @@ class ZenFlowReference:
     ) -> None:
         self.groups, self.schedule = groups, schedule
         self.topk_ratio, self.deferred_lr_scale, self.clip_norm = topk_ratio, deferred_lr_scale, clip_norm
-        blocks = schedule.update_interval
-        sizes = [(weight.numel(), group) for _, weight, group in parameters]
-        cuts = block_of_elements(sizes, ranks=ranks, blocks=blocks)
+        self._sizes, self._ranks = [(weight.numel(), group) for _, weight, group in parameters], ranks
+        cuts = block_of_elements(self._sizes, ranks=ranks, blocks=schedule.update_interval)
         self.states = {n: ParameterState.of(w, g, cut) for (n, w, g), cut in zip(parameters, cuts, strict=True)}
         self.clock, self.skipped_steps, self.grad_norm = 0, 0, 0.0
-        self.held = [0] * blocks
-        self._lr_sums = [[0.0] * blocks for _ in groups]
+        self.held = [0] * schedule.update_interval
+        self._lr_sums = [[0.0] * schedule.update_interval for _ in groups]
         # The step it is due at, whose it is, which elements (bool), and their values (fp32).
         self._in_flight: list[tuple[int, ParameterState, Tensor, Tensor]] = []
 
@@ -224,6 +223,19 @@ class ZenFlowReference:
         self._in_flight.clear()  # older than the masters that now replace it
         for state in self.states.values():
             state.visible = state.master.clone()
+
+    def change_intervals(self, update_interval: int, select_interval: int | None) -> None:
+        """Between two steps: settles if the blocks change, and cuts them anew; the next selection counts from the last."""
+        blocks_change = update_interval != self.schedule.update_interval
+        self.schedule = self.schedule.changed(self.clock, update_interval, select_interval)
+        if not blocks_change:
+            return
+        self.settle()
+        cuts = block_of_elements(self._sizes, ranks=self._ranks, blocks=update_interval)
+        for state, cut in zip(self.states.values(), cuts, strict=True):
+            state.block = cut.reshape(state.block.shape)
+        self.held = [0] * update_interval
+        self._lr_sums = [[0.0] * update_interval for _ in self.groups]
 
     def _arrive(self) -> None:
         """Shows the device each block that is due at the end of this step; no mask holds a selected element."""

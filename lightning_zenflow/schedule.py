@@ -6,7 +6,7 @@ optimizer and `reference.py` both ask here, so that the schedule is written once
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The fixed points of a run.
+    """The fixed points of a run, until its intervals change.
 
     Attributes:
         update_interval: `U`, the number of blocks.
@@ -38,6 +38,7 @@ class Schedule:
         warm_up_steps: First steps in which everything is updated synchronously.
         overlap: Whether a block may arrive one step late.
         look_ahead: Whether the device's copy is extrapolated.
+        select_from: Step of the selection from which `select_interval` counts; `None` for the first after warm-up.
     """
 
     update_interval: int
@@ -45,13 +46,37 @@ class Schedule:
     warm_up_steps: int = 0
     overlap: bool = True
     look_ahead: bool = True
+    select_from: int | None = None
+
+    def changed(self, clock: int, update_interval: int, select_interval: int | None) -> Schedule:
+        """The schedule for the steps after `clock`, with other intervals.
+
+        The next selection is `select_interval` steps after the last one, or at once if that has passed.
+
+        Raises:
+            ValueError: `select_interval` is `None` and was not, or the reverse: selecting is not an interval.
+        """
+        if (select_interval is None) != (self.select_interval is None):
+            raise ValueError(
+                f"`select_interval` must stay {'None' if self.select_interval is None else 'a number of steps'}, got"
+                f" {select_interval!r}. Whether columns are selected is decided by `topk_ratio` before training."
+            )
+        origin = self._select_origin
+        if select_interval is not None and self.select_interval is not None and clock >= origin:
+            last = clock - (clock - origin) % self.select_interval
+            origin = max(clock + 1, last + select_interval)
+        return replace(self, update_interval=update_interval, select_interval=select_interval, select_from=origin)
+
+    @property
+    def _select_origin(self) -> int:
+        return self.warm_up_steps + 1 if self.select_from is None else self.select_from
 
     def plan(self, step: int) -> StepPlan:
         """What happens at `step` (1, 2, ...)."""
-        since_warm_up = step - self.warm_up_steps - 1
-        if since_warm_up < 0:
+        if step <= self.warm_up_steps:
             return StepPlan(step, reselect=False, block=None, lag=0, look_ahead=0.0)
-        reselect = self.select_interval is not None and since_warm_up % self.select_interval == 0
+        since_origin = step - self._select_origin
+        reselect = self.select_interval is not None and since_origin >= 0 and since_origin % self.select_interval == 0
         lag = 1 if self.overlap else 0
         # The middle of the time during which the device sees the block: it arrives `lag` steps late and stays U steps.
         ahead = (lag + (self.update_interval - 1) / 2) / self.update_interval if self.look_ahead else 0.0

@@ -6,7 +6,7 @@ only the scores are summed over ranks: `cols` numbers per matrix instead of `row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,14 @@ def top_columns(scores: Tensor, topk_ratio: float) -> Tensor:
     return scores.sort(descending=True, stable=True).indices[:count].sort().values
 
 
+def agreement(before: Mapping[int, Tensor], now: Mapping[int, Tensor]) -> float | None:
+    """Share of the columns selected `now` that were selected `before` too, over all matrices; `None` without a before."""
+    if not before:
+        return None
+    kept = sum(int(torch.isin(columns, before[param], assume_unique=True).sum()) for param, columns in now.items())
+    return kept / max(1, sum(columns.numel() for columns in now.values()))
+
+
 class ScoreBoard:
     """The scores of all matrices in one fp32 tensor, so that one collective sums them over ranks."""
 
@@ -68,6 +76,12 @@ class ScoreBoard:
     def winners(self, topk_ratio: float) -> dict[int, Tensor]:
         """The selected columns of every matrix, by parameter index."""
         return {param: top_columns(self.scores[a:b], topk_ratio) for param, (a, b) in self._ranges.items()}
+
+    def deferred_mass_ratio(self, columns: Mapping[int, Tensor]) -> float:
+        """Share of the squared norm that lies outside `columns`, over all matrices, from 0 to 1; 0 if all is zero."""
+        selected = sum((self.scores[start:][columns[param]].sum() for param, (start, _) in self._ranges.items()), 0.0)
+        total = self.scores.sum().item()
+        return max(0.0, 1 - float(selected) / total) if total > 0 else 0.0
 
     def clear(self) -> None:
         self.scores.zero_()

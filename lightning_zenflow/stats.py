@@ -2,7 +2,57 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """What was done when, for a picture of a step.
+
+    Attributes:
+        lane: `device` for the training process, `host` for the background process.
+        name: What it did.
+        start_secs: When it began, on the system's monotonic clock, which both processes share.
+        secs: How long it took.
+    """
+
+    lane: str
+    name: str
+    start_secs: float
+    secs: float
+
+
+class Timeline:
+    """Collects the spans of a step. A span within another one belongs to the outer one."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._is_open = False
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Times a block of the training process."""
+        if self._is_open:
+            yield
+            return
+        self._is_open, start_secs = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._is_open = False
+            self.spans.append(Span("device", name, start_secs, time.perf_counter() - start_secs))
+
+    def total_secs(self, name: str) -> float:
+        """How long all spans of the training process with this name took."""
+        return sum((span.secs for span in self.spans if span.lane == "device" and span.name == name), 0.0)
+
+    def take(self) -> tuple[Span, ...]:
+        """All spans since the last call."""
+        spans, self.spans = tuple(self.spans), []
+        return spans
 
 
 @dataclass(frozen=True)
@@ -15,6 +65,8 @@ class StepStats:
         step_secs: From the start of the step's first forward to its end.
         update_stall_secs: Time the training process was blocked waiting for a block of deferred updates.
         select_stall_secs: Time it was blocked in a re-selection.
+        update_interval: `U` of this step.
+        select_interval: Steps between selections; `None` if nothing is ever selected.
         to_host_bytes: Gradients and state copied to the host.
         to_device_bytes: Weights and state copied to the device.
         worker_accumulate_secs: Busy time of the background process for the last gradient it took in.
@@ -22,6 +74,11 @@ class StepStats:
         deferred_age_steps: Age of the oldest gradient that the device's weights do not contain yet.
         grad_norm: Global gradient norm before clipping.
         grad_norm_clipped: The same after clipping, as applied.
+        selection_agreement: Share of the selected columns that a re-selection in this step has kept, from 0 to 1; `None`
+            without a re-selection, or for the first one.
+        deferred_mass_ratio: Share of the gradient's squared norm that lay in columns not selected, from 0 to 1, over all
+            matrices and ranks; `None` without a re-selection.
+        spans: What device and host did, and when; those of the host as they were reported since the step before.
     """
 
     step: int = 0
@@ -29,6 +86,8 @@ class StepStats:
     step_secs: float = 0.0
     update_stall_secs: float = 0.0
     select_stall_secs: float = 0.0
+    update_interval: int = 1
+    select_interval: int | None = None
     to_host_bytes: int = 0
     to_device_bytes: int = 0
     worker_accumulate_secs: float = 0.0
@@ -36,6 +95,9 @@ class StepStats:
     deferred_age_steps: int = 0
     grad_norm: float = 0.0
     grad_norm_clipped: float = 0.0
+    selection_agreement: float | None = None
+    deferred_mass_ratio: float | None = None
+    spans: tuple[Span, ...] = ()
 
     @property
     def stall_ratio(self) -> float:
@@ -44,7 +106,10 @@ class StepStats:
         return stall / self.step_secs if self.step_secs > 0 else 0.0
 
     def metrics(self, prefix: str = "zenflow/") -> dict[str, float]:
-        """All figures under fixed names, for a logger."""
-        return {
-            prefix + name: float(value) for name, value in {**asdict(self), "stall_ratio": self.stall_ratio}.items()
-        }
+        """All figures that this step has, under fixed names, for a logger."""
+        figures = {**self.figures(), "stall_ratio": self.stall_ratio}
+        return {prefix + name: float(value) for name, value in figures.items() if value is not None}
+
+    def figures(self) -> dict[str, float | None]:
+        """All fields but the spans."""
+        return {name: value for name, value in asdict(self).items() if name != "spans"}

@@ -65,6 +65,8 @@ class Case:
     nan_step: int | None = None
     small_pieces: bool = False
     settle_before_step: int | None = None
+    changes: tuple[tuple[int, int, int], ...] | None = None
+    """Step after which the intervals change, update interval, selection interval."""
     steps: int = 14
 
 
@@ -178,6 +180,16 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
             assert zero.shard.clock == reference.clock, (zero.shard.clock, reference.clock)
             for name, param in params.items():
                 worst["weights"] = max(worst["weights"], relative(param.detach().cpu(), reference.weights(name)))
+            for after, update_interval, select_interval in case.changes or ():
+                if after == step:
+                    changed = (update_interval, select_interval if case.topk_ratio > 0 else None)
+                    zero.change_intervals(*changed)
+                    reference.change_intervals(*changed)
+                    assert zero.shard.intervals == changed
+                    for name, param in params.items():
+                        worst["weights"] = max(
+                            worst["weights"], relative(param.detach().cpu(), reference.weights(name))
+                        )
             if case.lr_changes:
                 for group, own in zip(zero.param_groups, reference.groups, strict=True):
                     group["lr"] = own["lr"] = own["lr"] * (1.3 if step % 2 else 0.6)

@@ -54,7 +54,7 @@ class LateTransfers(Transfers):
 @contextlib.contextmanager
 def everything_late(seed: int, longest_secs: float) -> Iterator[None]:
     """Within this context copies of new engines land late, and their background processes sleep around each command."""
-    import lightning_zenflow.optimizer as optimizer_module
+    import lightning_zenflow.shard_optimizer as optimizer_module
     from lightning_zenflow.offload import process
 
     if not longest_secs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import mmap
 import os
@@ -48,16 +49,39 @@ class Arena:
             os.close(fd)
             raise _refused("mmap", layout, error) from error
         self._map: mmap.mmap | None = mapping
-        views = {
-            name: torch.frombuffer(mapping, dtype=region.dtype, count=region.numel, offset=region.offset_bytes)
-            for name, region in layout.regions.items()
-        }
-        self.slots = (views["slot0"], views["slot1"])
-        self.outboxes = (views["outbox0"], views["outbox1"])
-        self.master = views["master"]
-        self.exp_avg = views["exp_avg"]
-        self.exp_avg_sq = views["exp_avg_sq"]
-        self.accumulator = views["accumulator"]
+        self.slots = (self._view("slot0"), self._view("slot1"))
+        self.outboxes = (self._view("outbox0"), self._view("outbox1"))
+        self.master = self._view("master")
+        self.exp_avg = self._view("exp_avg")
+        self.exp_avg_sq = self._view("exp_avg_sq")
+        self.accumulator = self._view("accumulator")
+
+    def _view(self, name: str) -> torch.Tensor:
+        region = self.layout.regions[name]
+        return torch.frombuffer(self._map, dtype=region.dtype, count=region.numel, offset=region.offset_bytes)
+
+    def rebuild(self, blocks: int) -> None:
+        """Both sides, each for itself: makes the outbox halves fit this number of blocks. What they hold is lost.
+
+        A pinned exchange region is pinned anew at its new size. Nobody may use an outbox half meanwhile.
+
+        Raises:
+            ValueError: The mapping has no room for so few blocks.
+        """
+        layout = dataclasses.replace(self.layout, blocks=blocks)
+        assert self._map is not None
+        runtime = self._pinned_by
+        self.unpin()
+        self.layout = layout
+        self.outboxes = (self._view("outbox0"), self._view("outbox1"))
+        spare_nbytes = layout.regions["master"].offset_bytes - layout.exchange_nbytes
+        if spare_nbytes:
+            with contextlib.suppress(
+                OSError
+            ):  # memory that more blocks have no use for, where the system takes it back
+                self._map.madvise(mmap.MADV_REMOVE, layout.exchange_nbytes, spare_nbytes)
+        if runtime is not None:
+            self.pin(runtime)
 
     @classmethod
     def create(cls, layout: ArenaLayout) -> Arena:

@@ -16,7 +16,6 @@ from lightning_zenflow.offload.protocol import (
     Failure,
     Ready,
     Reply,
-    Restore,
     Update,
     Updated,
 )
@@ -29,16 +28,14 @@ class Channel:
     Attributes:
         unanswered: Commands that the worker has not finished, oldest first.
         updated: Answers to updates that nobody has collected, oldest first.
-        accumulate_secs: Busy time of the worker's last accumulation.
-        update_secs: Busy time of the worker's last update.
+        answers: All answers since the last `take_answers`, for whoever draws what the worker did.
         is_closed: No call is accepted any more.
     """
 
     def __init__(self, process: WorkerProcess, timeout_secs: float) -> None:
         self.unanswered: deque[Accumulate | Update] = deque()
         self.updated: deque[Updated] = deque()
-        self.accumulate_secs = 0.0
-        self.update_secs = 0.0
+        self.answers: list[Accumulated | Updated] = []
         self.is_closed = False
         self._process = process
         self._timeout_secs = timeout_secs
@@ -66,7 +63,7 @@ class Channel:
             except OSError:
                 self._take_answers()  # there may be a traceback
                 raise self._died() from None
-            if not isinstance(command, Restore):
+            if isinstance(command, (Accumulate, Update)):
                 self.unanswered.append(command)
             if isinstance(command, Update):
                 self._last_clock = command.clock
@@ -130,11 +127,11 @@ class Channel:
             raise self._died(reply)
         if isinstance(reply, Accumulated):
             self.unanswered.popleft()  # answered in order
-            self.accumulate_secs = reply.secs
+            self.answers.append(reply)
         elif isinstance(reply, Updated):
             self.unanswered.popleft()
             self.updated.append(reply)
-            self.update_secs = reply.secs
+            self.answers.append(reply)
         self._is_torn = reply is None  # stopped in the middle of a message
         return reply
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.offload.arena import Arena
@@ -14,7 +16,7 @@ from lightning_zenflow.offload.errors import WorkerDied, WorkerTimeout
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.memory import check_host_memory
 from lightning_zenflow.offload.process import WorkerProcess
-from lightning_zenflow.offload.protocol import Accumulate, Ledger, Restore, Start, Update, Updated
+from lightning_zenflow.offload.protocol import Accumulate, Accumulated, Ledger, Rebuild, Restore, Start, Update, Updated
 from lightning_zenflow.offload.watch import DeathWatch
 
 START_TIMEOUT_SECS = 60.0
@@ -44,21 +46,9 @@ class HostClient:
         self._release = weakref.finalize(self, _release, os.getpid(), self._watch, process, arena)
 
     @classmethod
-    def start(
-        cls,
-        layout: ArenaLayout,
-        group_ends: Sequence[int],
-        *,
-        cores: Sequence[int] | None,
-        lr_scale: str,
-        timeout_secs: float,
-        local_ranks: int = 1,
-        pin: bool = False,
-    ) -> HostClient:
-        """`launch`, page-lock the exchange region if `pin`, and `wait_ready`. Same arguments and errors."""
-        client = cls.launch(
-            layout, group_ends, cores=cores, lr_scale=lr_scale, timeout_secs=timeout_secs, local_ranks=local_ranks
-        )
+    def start(cls, layout: ArenaLayout, group_ends: Sequence[int], *, pin: bool = False, **settings: Any) -> HostClient:
+        """`launch`, page-lock the exchange region if `pin`, and `wait_ready`. Same settings and errors."""
+        client = cls.launch(layout, group_ends, **settings)
         try:
             if pin:
                 client.arena.pin()
@@ -96,7 +86,7 @@ class HostClient:
         ends = tuple(group_ends)
         if not ends or ends[-1] != layout.numel or list(ends) != sorted(ends) or ends[0] < 0:
             raise ValueError(f"`group_ends` must rise to `numel` {layout.numel}, got {ends}. Pass cumulative ends.")
-        check_host_memory(layout.nbytes, local_ranks, numel=layout.numel)
+        layout = _affordable(layout, local_ranks)
         arena = Arena.create(layout)
         try:
             process = WorkerProcess.start(arena.fd, timeout_secs)
@@ -128,15 +118,10 @@ class HostClient:
         running = sum(isinstance(command, Update) for command in self._channel.unanswered)
         return running + len(self._channel.updated)
 
-    @property
-    def accumulate_secs(self) -> float:
-        """Busy time of the worker's last accumulation, in seconds."""
-        return self._channel.accumulate_secs
-
-    @property
-    def update_secs(self) -> float:
-        """Busy time of the worker's last update, in seconds."""
-        return self._channel.update_secs
+    def take_answers(self) -> list[Accumulated | Updated]:
+        """What the worker has reported since the last call, in order. Does not wait."""
+        answers, self._channel.answers = self._channel.answers, []
+        return answers
 
     def accumulate(self, slot: int, scale: float, lrs: Sequence[float]) -> None:
         """Launches accumulator += `scale` * slot, for a step with rates `lrs` (one per group). Does not wait."""
@@ -162,6 +147,22 @@ class HostClient:
         command = Restore(tuple(held), tuple(tuple(sums) for sums in lr_sums))
         self._channel.launch(command)
         self.ledger.restore(command)
+
+    def rebuild(self, blocks: int) -> None:
+        """Cuts the shard into another number of blocks. Waits until the worker is idle, at most `timeout_secs`.
+
+        Raises:
+            RuntimeError: A block holds steps, or an update has not been collected. Settle first.
+            ValueError: There are fewer blocks than `arena.layout.fewest_blocks`.
+        """
+        if self.outstanding:
+            raise RuntimeError(
+                f"`blocks` must be changed with no update under way, got {self.outstanding}. Settle first."
+            )
+        self.drain()  # the worker must not read a slot while it is pinned anew
+        self.ledger.rebuild(blocks)
+        self.arena.rebuild(blocks)
+        self._channel.launch(Rebuild(blocks))
 
     def collect(self) -> Updated:
         """Waits for the oldest outstanding update, at most `timeout_secs`; its outbox half is then complete.
@@ -193,6 +194,23 @@ class HostClient:
         """Ends the worker, unpins and returns the memory. Idempotent, bounded, and fine if the worker is dead."""
         self._channel.is_closed = True
         self._release()
+
+
+def _affordable(layout: ArenaLayout, local_ranks: int) -> ArenaLayout:
+    """The layout with room for as few blocks as the memory allows.
+
+    Raises:
+        MemoryError: It does not suffice for `layout.blocks`.
+    """
+    assert layout.fewest_blocks is not None
+    for fewest in range(layout.fewest_blocks, layout.blocks):
+        roomy = dataclasses.replace(layout, fewest_blocks=fewest)
+        with contextlib.suppress(MemoryError):
+            check_host_memory(roomy.nbytes, local_ranks, numel=layout.numel)
+            return roomy
+    exact = dataclasses.replace(layout, fewest_blocks=layout.blocks)
+    check_host_memory(exact.nbytes, local_ranks, numel=layout.numel)
+    return exact
 
 
 def _release(owner_pid: int, watch: DeathWatch, process: WorkerProcess, arena: Arena) -> None:

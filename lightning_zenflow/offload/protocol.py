@@ -39,6 +39,13 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class Rebuild:
+    """Trainer to worker: cut the shard into `blocks` blocks from now on. Nothing may be held or under way. Not answered."""
+
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Accumulate:
     """Trainer to worker: accumulator += `scale` * gradient slot `slot`, for a step with rates `lrs` (one per group)."""
 
@@ -76,22 +83,24 @@ class Ready:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """Worker to trainer, answers `Accumulate`: busy time in seconds."""
+    """Worker to trainer, answers `Accumulate`: busy for `secs` seconds since `begin_secs` of the system's one clock."""
 
     secs: float
+    begin_secs: float
 
 
 @dataclass(frozen=True)
 class Updated:
     """Worker to trainer, answers `Update`: the block lies in outbox `half`.
 
-    It was updated for `held_steps` steps (0: no update) in `secs` seconds.
+    It was updated for `held_steps` steps (0: no update) in `secs` seconds since `begin_secs` of the system's one clock.
     """
 
     block: int
     half: int
     held_steps: int
     secs: float
+    begin_secs: float
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class Failure:
     traceback: str
 
 
-Command = Restore | Accumulate | Update
+Command = Restore | Rebuild | Accumulate | Update
 Reply = Ready | Accumulated | Updated | Failure
 
 
@@ -114,8 +123,22 @@ class Ledger:
     """
 
     def __init__(self, blocks: int, groups: int) -> None:
+        self._groups = groups
+        self._clear(blocks)
+
+    def _clear(self, blocks: int) -> None:
         self.held = [0] * blocks
-        self.lr_sums = [[0.0] * groups for _ in range(blocks)]
+        self.lr_sums = [[0.0] * self._groups for _ in range(blocks)]
+
+    def rebuild(self, blocks: int) -> None:
+        """Another number of blocks.
+
+        Raises:
+            RuntimeError: A block holds steps, which have no place in the new blocks.
+        """
+        if any(self.held):
+            raise RuntimeError(f"`blocks` must be changed when no block holds a step, got {self.held}. Settle first.")
+        self._clear(blocks)
 
     def add(self, lrs: tuple[float, ...]) -> None:
         """One more step was accumulated, in all blocks."""

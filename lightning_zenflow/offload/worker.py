@@ -22,7 +22,17 @@ from lightning_zenflow.adamw import adamw_, deferred_lr
 from lightning_zenflow.offload.affinity import bind
 from lightning_zenflow.offload.arena import Arena
 from lightning_zenflow.offload.lifeline import Lifeline, TrainerGone
-from lightning_zenflow.offload.protocol import Accumulate, Accumulated, Ledger, Ready, Restore, Start, Update, Updated
+from lightning_zenflow.offload.protocol import (
+    Accumulate,
+    Accumulated,
+    Ledger,
+    Ready,
+    Rebuild,
+    Restore,
+    Start,
+    Update,
+    Updated,
+)
 from lightning_zenflow.schedule import block_range
 
 CHUNK_NUMEL = 1 << 19
@@ -48,15 +58,26 @@ class HostAdamW:
     def __init__(self, arena: Arena, start: Start, threads: int, check: Callable[[], None]) -> None:
         layout = arena.layout
         self._arena = arena
+        self._group_ends = start.group_ends
         self._lr_scale = start.lr_scale
         self._check = check
         self.ledger = Ledger(layout.blocks, len(start.group_ends))
         self._all = cut(0, layout.numel, (layout.numel,))
-        ranges = [block_range(layout.numel, layout.blocks, block) for block in range(layout.blocks)]
-        self._starts = [first for first, _ in ranges]
-        self._blocks = [cut(first, last, start.group_ends) for first, last in ranges]
+        self._cut_blocks(layout.blocks)
         self._scratch = [torch.empty(min(CHUNK_NUMEL, layout.numel)) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+
+    def _cut_blocks(self, blocks: int) -> None:
+        numel = self._arena.layout.numel
+        ranges = [block_range(numel, blocks, block) for block in range(blocks)]
+        self._starts = [first for first, _ in ranges]
+        self._blocks = [cut(first, last, self._group_ends) for first, last in ranges]
+
+    def rebuild(self, command: Rebuild) -> None:
+        """Another number of blocks, at a moment when none holds a step."""
+        self.ledger.rebuild(command.blocks)
+        self._arena.rebuild(command.blocks)
+        self._cut_blocks(command.blocks)
 
     def accumulate(self, command: Accumulate) -> None:
         """Adds scale * slot to the accumulator, everywhere."""
@@ -162,13 +183,15 @@ def _handle(command: Any, adamw: HostAdamW, lifeline: Lifeline) -> None:
     begin = time.perf_counter()
     if isinstance(command, Accumulate):
         adamw.accumulate(command)
-        lifeline.send(Accumulated(time.perf_counter() - begin))
+        lifeline.send(Accumulated(time.perf_counter() - begin, begin))
     elif isinstance(command, Update):
         steps = adamw.update(command)
-        lifeline.send(Updated(command.block, command.half, steps, time.perf_counter() - begin))
+        lifeline.send(Updated(command.block, command.half, steps, time.perf_counter() - begin, begin))
+    elif isinstance(command, Rebuild):
+        adamw.rebuild(command)
     elif isinstance(command, Restore):
         adamw.ledger.restore(command)
     else:
         raise TypeError(
-            f"`command` must be Accumulate, Update or Restore, got {command!r}. Is the trainer of another version?"
+            f"`command` must be Accumulate, Update, Rebuild or Restore, got {command!r}. Is the trainer of another version?"
         )

@@ -19,9 +19,10 @@ from torch import Tensor
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.offload.arena import ArenaLayout
 from lightning_zenflow.offload.client import HostClient
-from lightning_zenflow.optimizer import Outcome, ShardOptimizer, ZenFlowAdamW
+from lightning_zenflow.optimizer import ZenFlowAdamW
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.selected import SelectedLayout
+from lightning_zenflow.shard_optimizer import Outcome, ShardOptimizer
 from lightning_zenflow.shards import ParamSpec, Segment, ShardTable
 from lightning_zenflow.signals import postponed
 from lightning_zenflow.weights import ShardWeights
@@ -86,13 +87,14 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
         self._segments: dict[int, Segment] = {}
         for segment in table.segments:
             self._segments[id(self._params[segment.param])] = segment
-        layout = ArenaLayout(table.numel, self.dtype, self._settings.config.update_interval_steps())
+        config = self._settings.config
+        layout = ArenaLayout(table.numel, self.dtype, config.update_interval_steps(), fewest_blocks=1)
         client = HostClient.start(
             layout,
             table.group_ends,
             cores=self._settings.worker_cores or None,
-            lr_scale=self._settings.config.deferred_lr_scale,
-            timeout_secs=self._settings.config.worker_timeout_secs,
+            lr_scale=config.deferred_lr_scale,
+            timeout_secs=config.worker_timeout_secs,
             pin=get_accelerator().device_name() == "cuda",
             local_ranks=self._settings.local_ranks,
         )
@@ -104,7 +106,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
                 ShardWeights(table, [parts[self._rank] for parts in self.parallel_partitioned_bit16_groups]),
                 client,
                 self._settings.schedule(),
-                topk_ratio=self._settings.config.topk_ratio,
+                topk_ratio=config.topk_ratio,
                 wire_dtype=self.dtype,
                 device=self._device,
                 sum_over_ranks=self._sum_over_ranks,
@@ -231,8 +233,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
             if self.loss_scaler.dynamic:  # a fixed scale has nothing to update, and says so at every skipped step
                 self._update_scale(self.overflow)
             self._global_grad_norm = outcome.grad_norm
-            if outcome.applied:
-                self._exchange(outcome)
+            if outcome.applied and self._world_size > 1:
+                with self.shard.time("exchange"):
+                    self._exchange(outcome)
+            self.shard.finish_step(applied=outcome.applied)
 
     def grad_norm(self) -> float:
         """Global norm of the averaged, unscaled gradient of this step. Every rank must call it."""
@@ -257,6 +261,12 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
             if self.shard.settle():
                 self._gather_all_weights()
 
+    def change_intervals(self, update_interval: int, select_interval: int | None) -> None:
+        """Other intervals from the next step on. Every rank must call it with the same values."""
+        with postponed():
+            if self.shard.change_intervals(update_interval, select_interval):
+                self._gather_all_weights()
+
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's own layout, with the fp32 masters complete. Training goes on as if nothing had been saved."""
         with postponed():
@@ -279,8 +289,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _exchange(self, outcome: Outcome) -> None:
         """Sends the other ranks what changed here: the selected values and one block, or everything after a barrier."""
-        if self._world_size == 1:
-            return
         start, stop = outcome.changed
         if stop - start == self._tables[self._rank].numel:
             self._gather_all_weights()

@@ -24,6 +24,7 @@ FACTORS: dict[str, list[Any]] = {
     "nan_step": [None, 4],
     "small_pieces": [False, True],
     "settle_before_step": [None, 7],
+    "changes": [None, ((3, 2, 7), (6, 8, 2), (7, 1, 2), (11, 3, 4)), ((4, 4, 2), (5, 4, 9), (9, 5, 1))],
 }
 
 

@@ -22,7 +22,7 @@ def programs_start_fast() -> None:
 
 PAUSE_BEFORE = """
 from lightning_zenflow.offload.client import HostClient
-from lightning_zenflow.optimizer import ShardOptimizer
+from lightning_zenflow.shard_optimizer import ShardOptimizer
 def pause_before(owner, name, from_call=1):
     original, calls = getattr(owner, name), []
     def paused(*args, **kwargs):

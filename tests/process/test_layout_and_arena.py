@@ -39,6 +39,54 @@ def test_the_exchange_region_is_slots_and_outboxes_only() -> None:
     assert layout.nbytes == layout.exchange_nbytes + 4 * 16 * mmap.PAGESIZE
 
 
+@pytest.mark.parametrize("blocks", [2, 3, 4, 9])
+def test_with_room_for_fewer_blocks_the_state_stays_where_it_is_and_the_exchange_region_is_as_small_as_without(
+    blocks: int,
+) -> None:
+    numel = 1_000_003
+    exact, fewest = ArenaLayout(numel, torch.bfloat16, blocks), ArenaLayout(numel, torch.bfloat16, 2)
+    roomy = ArenaLayout(numel, torch.bfloat16, blocks, fewest_blocks=2)
+    assert roomy.exchange_nbytes == exact.exchange_nbytes
+    assert roomy.nbytes == fewest.nbytes
+    for name, region in roomy.regions.items():
+        same_as = exact if name.startswith(("slot", "outbox")) else fewest
+        assert region == same_as.regions[name]
+
+
+def test_fewer_blocks_than_there_is_room_for_are_refused() -> None:
+    with pytest.raises(ValueError, match="`blocks` must be at least `fewest_blocks` 3, got 2"):
+        ArenaLayout(1000, torch.bfloat16, 2, fewest_blocks=3)
+
+
+def test_a_rebuilt_arena_keeps_its_state_has_outboxes_of_the_new_size_and_gives_memory_back() -> None:
+    layout = ArenaLayout(8 * MIB, torch.bfloat16, 4, fewest_blocks=1)
+    arena = Arena.create(layout)
+    twin = Arena.open(os.dup(arena.fd), layout)
+    for number, tensor in enumerate((*arena.slots, arena.master, arena.accumulator), start=1):
+        tensor.fill_(number)
+
+    def allocated() -> int:
+        return 512 * os.stat(arena.fd).st_blocks
+
+    for side in (arena, twin):
+        side.rebuild(1)
+    before = allocated()
+    for half in (0, 1):
+        arena.outboxes[half].fill_(5 + half)
+        assert arena.outboxes[half].numel() == 8 * MIB and torch.equal(arena.outboxes[half], twin.outboxes[half])
+    assert allocated() - before == 2 * 16 * MIB
+    for side in (arena, twin):
+        side.rebuild(16)
+    assert arena.outboxes[0].numel() == MIB // 2
+    assert allocated() - before == 2 * MIB
+    for number, tensor in enumerate((*arena.slots, arena.master, arena.accumulator), start=1):
+        assert (tensor == number).all()
+    with pytest.raises(ValueError, match="`blocks` must be a whole number of at least 1, got 0"):
+        arena.rebuild(0)
+    twin.close()
+    arena.close()
+
+
 @pytest.mark.parametrize(("field", "value"), [("numel", 0), ("numel", 1.5), ("blocks", 0)])
 def test_a_layout_refuses_what_is_no_count(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"`{field}` must be a whole number of at least 1, got {value}"):
@@ -123,6 +171,23 @@ def test_the_exchange_region_is_registered_once_at_its_exact_size_and_unregister
     arena.unpin()
     assert cudart.calls == [("register", pointer, nbytes, 0, True), ("unregister", pointer, True)]
     assert not _is_mapped(pointer)
+
+
+def test_a_pinned_arena_is_pinned_anew_when_it_is_rebuilt() -> None:
+    cudart = FakeCudart()
+    arena = Arena.create(ArenaLayout(100_000, torch.bfloat16, 4, fewest_blocks=1))
+    pointer, before = arena.slots[0].data_ptr(), arena.layout.exchange_nbytes
+    arena.pin(cudart)
+    arena.rebuild(2)
+    after = arena.layout.exchange_nbytes
+    arena.close()
+    assert after > before
+    assert cudart.calls == [
+        ("register", pointer, before, 0, True),
+        ("unregister", pointer, True),
+        ("register", pointer, after, 0, True),
+        ("unregister", pointer, True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.offload import worker
 from lightning_zenflow.offload.arena import Arena
 from lightning_zenflow.offload.layout import ArenaLayout
-from lightning_zenflow.offload.protocol import Accumulate, Restore, Start, Update, Updated
+from lightning_zenflow.offload.protocol import Accumulate, Restore, Start, Update
 from lightning_zenflow.schedule import block_range
 from tests.process.helpers import HYPER, patch_worker, running
 
@@ -240,10 +240,12 @@ def _train() -> Tensor:
             if client.outstanding:
                 done = client.collect()
                 seen.append(client.arena.outboxes[done.half].clone())
-                assert done == Updated((clock - 1) % BLOCKS, (clock - 1) % 2, done.held_steps, client.update_secs)
+                assert done == client.take_answers()[-1]
+                assert (done.block, done.half) == ((clock - 1) % BLOCKS, (clock - 1) % 2)
             client.update(clock % BLOCKS, clock % 2, clock, 0.625, groups)
         client.drain()
         assert client.outstanding == 1 and client.ledger.held == [1, 0, 3, 2]
-        assert client.accumulate_secs > 0 and client.update_secs > 0
+        now = time.perf_counter()
+        assert all(0 < answer.secs < 10 and now - 60 < answer.begin_secs < now for answer in client.take_answers())
         state = torch.cat([client.arena.master, client.arena.exp_avg, client.arena.accumulator])
         return torch.cat([state, *[outbox.float() for outbox in seen]])

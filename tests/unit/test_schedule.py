@@ -57,6 +57,50 @@ def test_look_ahead_can_be_switched_off():
     assert Schedule(4, None, look_ahead=False).plan(9).look_ahead == 0.0
 
 
+def selections(schedule, first, last):
+    return [step for step in range(first, last) if schedule.plan(step).reselect]
+
+
+def test_after_a_change_the_next_selection_counts_from_the_last_one():
+    schedule = Schedule(4, 10, warm_up_steps=2)
+    assert selections(schedule, 1, 14) == [3, 13]
+    longer = schedule.changed(15, 4, 12)
+    assert selections(longer, 16, 60) == [25, 37, 49]
+    shorter = longer.changed(26, 2, 5)
+    assert selections(shorter, 27, 42) == [30, 35, 40]
+    assert [shorter.plan(step).block for step in (30, 31, 32)] == [0, 1, 0]
+
+
+def test_a_selection_that_is_overdue_by_the_new_interval_comes_at_the_next_step():
+    schedule = Schedule(4, 50).changed(30, 4, 8)
+    assert selections(schedule, 31, 50) == [31, 39, 47]
+
+
+def test_a_change_at_the_step_of_a_selection_does_not_repeat_it():
+    assert selections(Schedule(4, 10).changed(11, 4, 3), 12, 20) == [14, 17]
+
+
+def test_a_change_before_the_first_selection_leaves_it_where_it_was():
+    schedule = Schedule(4, 10, warm_up_steps=6)
+    for clock in (0, 3, 6):
+        assert selections(schedule.changed(clock, 2, 4), 1, 16) == [7, 11, 15]
+
+
+def test_a_change_to_the_same_intervals_changes_nothing():
+    schedule = Schedule(4, 10, warm_up_steps=3)
+    for clock in range(40):
+        same = schedule.changed(clock, 4, 10)
+        assert [same.plan(step) for step in range(clock + 1, 90)] == [
+            schedule.plan(step) for step in range(clock + 1, 90)
+        ]
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, 4), (4, None)])
+def test_a_change_does_not_switch_selection_on_or_off(before, now):
+    with pytest.raises(ValueError, match=r"`select_interval` must stay .*, got .*`topk_ratio`"):
+        Schedule(4, before).changed(5, 4, now)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 4, 5, 7, 8, 9, 100, 101])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 8])
 def test_blocks_cover_every_element_exactly_once_and_in_order(numel, blocks):

@@ -1,0 +1,307 @@
+"""`ShardOptimizer`: one rank's shard at work, and the order of one step (DESIGN section 2.2)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.adamw import Hyper
+from lightning_zenflow.gradients import GradientInbox
+from lightning_zenflow.offload.client import HostClient
+from lightning_zenflow.offload.protocol import Accumulated
+from lightning_zenflow.schedule import Schedule, StepPlan, block_range
+from lightning_zenflow.selected import HostState, SelectedState
+from lightning_zenflow.selection import agreement
+from lightning_zenflow.shards import Segment, ShardTable
+from lightning_zenflow.stats import Span, StepStats, Timeline
+from lightning_zenflow.transfer import Transfers
+from lightning_zenflow.weights import ShardWeights
+
+SumOverRanks = Callable[[Tensor], None]
+"""Adds a tensor up over all ranks, in place; every rank calls it at the same point."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did, for the adapter that exchanges weights between ranks.
+
+    Attributes:
+        applied: `False` if a gradient was not finite and the step was skipped.
+        grad_norm: Global norm of the unscaled gradient before clipping; infinite or NaN if skipped.
+        changed: Range of the shard whose deferred weights changed; selected weights change at every applied step.
+    """
+
+    applied: bool
+    grad_norm: float
+    changed: tuple[int, int] = (0, 0)
+
+
+class ShardOptimizer:
+    """One rank's shard at work: the step on device and host.
+
+    Attributes:
+        clock: Number of applied steps.
+        columns: Selected columns by parameter index, int64 in ascending order; the same on every rank.
+        selected: Device state of the selected elements.
+        inbox: Where gradients arrive.
+        host: The background process.
+        stats: Figures of the last step.
+    """
+
+    def __init__(
+        self,
+        hypers: Callable[[], tuple[Hyper, ...]],
+        table: ShardTable,
+        weights: ShardWeights,
+        host: HostClient,
+        schedule: Schedule,
+        *,
+        topk_ratio: float,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        sum_over_ranks: SumOverRanks,
+        transfers: Transfers | None = None,
+    ) -> None:
+        """Takes over a shard whose fp32 masters already lie in `host.arena.master`."""
+        self._hypers, self._table, self._weights, self.host = hypers, table, weights, host
+        self._schedule, self._topk_ratio = schedule, topk_ratio
+        self._sum_over_ranks = sum_over_ranks
+        self._transfers = transfers or Transfers()
+        self.clock = 0
+        self.stats = StepStats()
+        self._timeline = Timeline()
+        self._figures: dict[str, Any] = {}
+        self._host_secs = {"accumulate": 0.0, "update": 0.0}
+        self._in_flight: deque[int] = deque()  # how many steps each block under way stands for, oldest first
+        self._launched = 0
+        self._changed = (0, 0)
+        self._device_is_settled = True
+        arena = host.arena
+        self._host_state = HostState(arena.master, arena.exp_avg, arena.exp_avg_sq)
+        self.selected = SelectedState(table, wire_dtype, device)
+        self.columns: dict[int, Tensor] = {}
+        self.selected.fetch(self._host_state, self.columns)
+        self.inbox = GradientInbox(table, self.selected, self._transfers, device)
+        self._squares: Tensor | None = None
+        self._step_started = time.perf_counter()
+        self._open_inbox()
+
+    def _open_inbox(self) -> None:
+        # Two slots, used in turn: the host may still read the gradient of the step before.
+        slot = self.clock % 2
+        with self._timeline("wait for host"):  # the gradient of two steps ago has been read: its block arrived since
+            self.host.wait_slot(slot)
+        self.inbox.open(self.host.arena.slots[slot], selecting=self._schedule.plan(self.clock + 1).reselect)
+        self._squares = None
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients received since the last step."""
+        self._transfers.wait_to_host()  # a late copy must not land on top of a gradient that comes next
+        self._open_inbox()
+
+    def begin_step(self) -> None:
+        """Starts the clock of `StepStats.step_secs`; called at a step's first forward."""
+        self._step_started = time.perf_counter()
+
+    def receive(self, segment: Segment, grad: Tensor) -> None:
+        """Takes the reduced gradient of a segment in the model's dtype, still times the loss scale; during backward."""
+        self._squares = None
+        self.inbox.receive(segment, grad)
+
+    def grad_norm(self, loss_scale: float) -> float:
+        """Global norm of the gradient received so far, unscaled, over all ranks. Every rank must call it."""
+        if self._squares is None:
+            self._squares = self.inbox.finish()
+            self._sum_over_ranks(self._squares)
+        return math.sqrt(self._squares.item()) / loss_scale
+
+    def step(self, *, loss_scale: float, clip_norm: float) -> Outcome:
+        """Applies or skips one step. `finish_step` must follow, once the ranks have exchanged what changed.
+
+        Args:
+            loss_scale: What the gradients were multiplied with.
+            clip_norm: Largest allowed global norm of the unscaled gradient; 0 for no limit.
+        """
+        start_secs = time.perf_counter()
+        self._timeline.spans.append(
+            Span("device", "forward and backward", self._step_started, start_secs - self._step_started)
+        )
+        with self._timeline("gradient norm"):
+            norm = self.grad_norm(loss_scale)
+        self._changed = (0, 0)
+        if not math.isfinite(norm):  # all ranks see the same sum, so all of them skip
+            self._figures = {"grad_norm": norm, "grad_norm_clipped": math.nan}
+            return Outcome(applied=False, grad_norm=norm)
+        clip = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
+        factor, plan, groups = clip / loss_scale, self._schedule.plan(self.clock + 1), self._hypers()
+        self._figures = {"grad_norm": norm, "grad_norm_clipped": norm * clip}
+        if plan.reselect:
+            with self._timeline("select"):
+                self._reselect()
+
+        self._launch_accumulate(factor, groups)
+        self._launch_block(plan, groups)
+        with self._timeline("optimizer"):
+            self.selected.update(groups, factor, plan.step)
+        self._receive_blocks(plan, groups)
+        with self._timeline("write weights"):
+            self.selected.write(self._weights.view)
+
+        self.clock = plan.step
+        return Outcome(applied=True, grad_norm=norm, changed=self._changed)
+
+    def _launch_accumulate(self, factor: float, groups: tuple[Hyper, ...]) -> None:
+        self.host.accumulate(self.clock % 2, factor, tuple(group.lr for group in groups))
+
+    def _launch_block(self, plan: StepPlan, groups: tuple[Hyper, ...]) -> None:
+        """Lets the host update this step's block while the device goes on; warm-up has no block of its own."""
+        if plan.block is not None:
+            self._launch_update(plan.block, plan.step, plan.look_ahead, groups)
+            self._device_is_settled = False
+
+    def _launch_update(self, block: int, clock: int, look_ahead: float, groups: tuple[Hyper, ...]) -> None:
+        half = self._launched % 2
+        # The half was copied to the device two blocks ago; the host must not fill it before that copy is done.
+        self._transfers.wait_to_device(half)
+        self._in_flight.append(self.host.ledger.held[block])
+        self.host.update(block, half, clock, look_ahead, groups)
+        self._launched += 1
+
+    def _receive_blocks(self, plan: StepPlan, groups: tuple[Hyper, ...]) -> None:
+        """Brings to the device what is due at this step: always the same blocks, waiting if need be."""
+        if plan.block is None:
+            self._update_all_blocks(plan.step, groups)
+        else:
+            self._collect(keep=plan.lag)
+
+    def _update_all_blocks(self, clock: int, groups: tuple[Hyper, ...]) -> None:
+        """Updates every block with what it holds and shows the device the masters themselves."""
+        for block in range(self._schedule.update_interval):
+            self._launch_update(block, clock, 0.0, groups)
+            self._collect(keep=1)  # the copy of one block overlaps the update of the next
+        self._collect(keep=0)
+        self._device_is_settled = True
+        self._changed = (0, self._table.numel)
+
+    def _collect(self, keep: int) -> None:
+        """Copies finished blocks into the weights, oldest first, until only `keep` are under way."""
+        while self.host.outstanding > keep:
+            with self._timeline("wait for host"):
+                done = self.host.collect()  # bounded by `worker_timeout_secs`
+            self._in_flight.popleft()
+            start, stop = block_range(self._table.numel, self._schedule.update_interval, done.block)
+            outbox = self.host.arena.outboxes[done.half]
+            for offset, weights in self._weights.ranges(start, stop):
+                self._transfers.to_device(weights, outbox[offset : offset + weights.numel()], buffer=done.half)
+            self._changed = (
+                (min(start, self._changed[0]), max(stop, self._changed[1])) if any(self._changed) else (start, stop)
+            )
+
+    def settle(self) -> bool:
+        """Applies every gradient the host holds and shows the device the masters. Returns whether anything changed.
+
+        The barrier of DESIGN section 2.3, and the end of training: no gradient is lost. Gradients that were received for
+        the step to come stay as they are.
+        """
+        if self._device_is_settled:
+            return False
+        self._collect(keep=0)
+        self._update_all_blocks(self.clock, self._hypers())
+        self.selected.write_masters(self._weights.view)
+        return True
+
+    def _reselect(self) -> None:
+        """Selects anew from this step's gradient; moments travel with their column."""
+        board, before = self.inbox.board, self.columns
+        self._sum_over_ranks(board.scores)
+        # Settling also writes the columns that are about to leave, over the stale shadow that their blocks hold.
+        self.settle()
+        self._transfers.to_host_bytes += self.selected.send_home(self._host_state)
+        self.columns = board.winners(self._topk_ratio)
+        self._transfers.to_device_bytes += self.selected.fetch(self._host_state, self.columns)
+        self.inbox.gather_selected()
+        self._changed = (0, self._table.numel)
+        self._figures["selection_agreement"] = agreement(before, self.columns)
+        self._figures["deferred_mass_ratio"] = board.deferred_mass_ratio(self.columns)
+
+    @property
+    def intervals(self) -> tuple[int, int | None]:
+        """The update interval and the selection interval, in steps."""
+        return self._schedule.update_interval, self._schedule.select_interval
+
+    def change_intervals(self, update_interval: int, select_interval: int | None) -> bool:
+        """Other intervals from the next step on; settles if the blocks change. Returns whether weights have changed.
+
+        Raises:
+            RuntimeError: The next step has gradients already.
+            ValueError: The host's memory has no room for so few blocks, or selecting is switched on or off.
+        """
+        if self.inbox.has_gradients:
+            raise RuntimeError(
+                "Intervals must be changed between two steps, got gradients of the next one. Wait for it."
+            )
+        schedule = self._schedule.changed(self.clock, update_interval, select_interval)
+        settled = False
+        with self._timeline("settle"):
+            if update_interval != self._schedule.update_interval:
+                settled = self.settle()
+                for half in (0, 1):
+                    self._transfers.wait_to_device(half)  # the outbox halves are about to move
+                self.host.rebuild(update_interval)
+        self._schedule = schedule
+        self._open_inbox()  # whether columns are selected at the next step may be different now
+        return settled
+
+    def complete_host_state(self) -> None:
+        """Makes the host's fp32 masters and moments complete without changing the course of training.
+
+        Waits until the host is idle, leaves a finished block where it is until its step, and copies the selected
+        state over its shadow.
+        """
+        self.host.drain()  # waits until the host is idle; nobody else may write to its state
+        self.selected.send_home(self._host_state)
+
+    def finish_step(self, *, applied: bool) -> None:
+        """Closes the step's figures and opens the next one."""
+        stall_secs = {name: self._timeline.total_secs(name) for name in ("wait for host", "select")}
+        for answer in self.host.take_answers():
+            kind = "accumulate" if isinstance(answer, Accumulated) else "update"
+            self._timeline.spans.append(Span("host", kind, answer.begin_secs, answer.secs))
+            self._host_secs[kind] = answer.secs
+        self.stats = StepStats(
+            step=self.clock,
+            skipped_steps=self.stats.skipped_steps + (not applied),
+            step_secs=time.perf_counter() - self._step_started,
+            update_stall_secs=stall_secs["wait for host"],
+            select_stall_secs=stall_secs["select"],
+            update_interval=self._schedule.update_interval,
+            select_interval=self._schedule.select_interval,
+            to_host_bytes=self._transfers.to_host_bytes,
+            to_device_bytes=self._transfers.to_device_bytes,
+            worker_accumulate_secs=self._host_secs["accumulate"],
+            worker_update_secs=self._host_secs["update"],
+            deferred_age_steps=max(0, *self._in_flight, *self.host.ledger.held),
+            spans=self._timeline.take(),
+            **self._figures,
+        )
+        self._step_started = time.perf_counter()
+        self._transfers.reset_bytes()
+        self._open_inbox()
+
+    def time(self, name: str) -> AbstractContextManager[None]:
+        """Times what the adapter does within a step."""
+        return self._timeline(name)
+
+    def close(self) -> None:
+        """Ends the background process and gives its memory back. Safe to call again; nothing else may be called then."""
+        for name in ("inbox", "_host_state"):  # their views would keep the memory mapped
+            self.__dict__.pop(name, None)
+        self.host.close()
