@@ -340,12 +340,23 @@ def test_a_call_from_a_signal_handler_into_a_waiting_call_is_refused(monkeypatch
     patch_worker(monkeypatch, SLOW)
     with running(2048) as client:
         step(client)
-        signal.signal(signal.SIGUSR1, lambda *_: client.drain())
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        signal.signal(signal.SIGRTMIN, lambda *_: client.drain())
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGRTMIN)).start()
         with pytest.raises(RuntimeError, match="must be used by one call at a time"):
             client.collect()
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.signal(signal.SIGRTMIN, signal.SIG_DFL)
         assert client.collect().held_steps == 1
+
+
+def test_a_handler_of_a_usual_signal_runs_when_the_waiting_call_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_worker(monkeypatch, SLOW)
+    calls = []
+    with running(2048) as client:
+        step(client)
+        signal.signal(signal.SIGUSR1, lambda *_: calls.append(client.drain()))
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        assert client.collect().held_steps == 1 and calls == [None]
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def test_a_thread_may_start_and_use_a_worker_that_outlives_it() -> None:
