@@ -5,27 +5,55 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib import import_module
 from importlib.metadata import version
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser
 
 from .trainer import ZenFlowCLI
+
+TOOLS = {
+    "doctor": "Tells what this machine can do, and whether ZenFlow will run on it.",
+    "estimate": "Tells memory, step time and intervals of a model, before a machine is rented.",
+    "report": "Draws where the time of a recorded run went.",
+}
+"""Subcommands that train nothing: each is a module of this package with a function `main`."""
 
 DESCRIPTION = """Train Lightning modules whose optimizer state lives in host memory. For example:
 lightning-zenflow fit --model my_module.MyModel --trainer.strategy zenflow --zenflow.topk_ratio 0.05
 or lightning-zenflow fit --config my.yaml. All settings of a subcommand: lightning-zenflow fit --help"""
 
 
-def main(args: list[str] | None = None) -> None:
+class _Command(ZenFlowCLI):
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Lists the tools in `--help` as well; they are called before anything is parsed here."""
+        super()._add_subcommands(parser, **kwargs)
+        action = parser._subcommands_action
+        assert action is not None
+        for name, what in TOOLS.items():
+            action.add_subcommand(name, LightningArgumentParser(add_help=False), help=what)
+
+
+def main(args: list[str] | None = None) -> int | None:
     """Runs `lightning-zenflow`.
 
     Args:
         args: Arguments after the program's name; `None` takes them from `sys.argv`.
+
+    Returns:
+        The exit code, where a tool has one of its own; `None` is success.
     """
     # DeepSpeed's one line about it goes to stdout, in front of what --print_config prints for a class path.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     # An installed script does not look for modules where the user stands, and `--model my_module.MyModel` is there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    ZenFlowCLI(
+    words = sys.argv[1:] if args is None else args
+    if words and words[0] in TOOLS:
+        return import_module(f".{words[0]}", __package__).main(words[1:])
+
+    _Command(
         parser_kwargs={
             "prog": "lightning-zenflow",
             "description": DESCRIPTION,
@@ -33,3 +61,4 @@ def main(args: list[str] | None = None) -> None:
         },
         args=args,
     )
+    return None

@@ -93,7 +93,7 @@ class StandardLibraryText(LightningDataModule):
 
 
 class Summary(Callback):
-    """Shows the stall beside the loss, and says at the end what came out."""
+    """Says at the end what came out."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.losses: list[Tensor] = []
@@ -104,7 +104,7 @@ class Summary(Callback):
         self.losses.append(outputs["loss"].detach())
         self.step_secs += stats.step_secs
         self.stall_secs += stats.update_stall_secs + stats.select_stall_secs
-        pl_module.log("stall", stats.stall_ratio, prog_bar=True)
+        self.intervals = stats.update_interval, stats.select_interval
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -115,7 +115,8 @@ class Summary(Callback):
         print(f"\nTraining loss: {first:.2f} over the first {part} steps, {last:.2f} over the last {part} of {steps}.")
         print(
             f"A step took {self.step_secs / steps * 1e3:.0f} ms; training waited for the host during"
-            f" {self.stall_secs / self.step_secs:.1%} of it."
+            f" {self.stall_secs / self.step_secs:.1%} of it. Tuned to update_interval {self.intervals[0]} and select_interval"
+            f" {self.intervals[1]}."
         )
 
 
@@ -124,14 +125,14 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        # strategy="zenflow" does the same with the default settings.
-        strategy=ZenFlowStrategy(zenflow=ZenFlowConfig(topk_ratio=0.1, update_interval=4)),
+        # strategy="zenflow" does the same with the default settings; both intervals are tuned while it trains.
+        strategy=ZenFlowStrategy(zenflow=ZenFlowConfig(topk_ratio=0.1)),
         max_epochs=1,
         limit_train_batches=400,
         val_check_interval=200,
         limit_val_batches=20,
         gradient_clip_val=1.0,
-        callbacks=[StallMonitor(), Summary()],
+        callbacks=[StallMonitor(record=True, progress_bar=True), Summary()],
         logger=CSVLogger("."),
         enable_checkpointing=False,
     )

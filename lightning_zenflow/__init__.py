@@ -6,7 +6,7 @@ Importing this package registers the strategies `zenflow`, `zenflow_stage_1` and
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zenflow.callbacks import StallMonitor
+from lightning_zenflow.callbacks import AutoTuner, StallMonitor
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.optimizer import ZenFlowAdamW
 from lightning_zenflow.stats import StepStats
@@ -14,6 +14,6 @@ from lightning_zenflow.strategy import ZenFlowStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["StallMonitor", "StepStats", "ZenFlowAdamW", "ZenFlowConfig", "ZenFlowStrategy"]
+__all__ = ["AutoTuner", "StallMonitor", "StepStats", "ZenFlowAdamW", "ZenFlowConfig", "ZenFlowStrategy"]
 
 ZenFlowStrategy.register_strategies(StrategyRegistry)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 AUTO_UPDATE_INTERVAL_STEPS = 4
-"""What `update_interval="auto"` stands for until intervals are tuned while training."""
+"""Where `update_interval="auto"` begins, before anything is measured."""
 
 AUTO_SELECT_INTERVAL_STEPS = 64
-"""What `select_interval="auto"` stands for (in steps) until intervals are tuned while training."""
+"""Where `select_interval="auto"` begins (in steps), before anything is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,16 @@ class ZenFlowConfig:
     package and needs `select_interval: auto`."""
 
     select_interval: int | Literal["auto"] = "auto"
-    """How often columns are selected anew, in the unit of `select_strategy`. `auto` is 64 steps (with
-    `select_strategy: epoch`, 1 epoch)."""
+    """How often columns are selected anew, in the unit of `select_strategy`. `auto` begins with 64 steps (with
+    `select_strategy: epoch`, 1 epoch) and is tuned while training, see `stall_budget`."""
 
     update_interval: int | Literal["auto"] = "auto"
-    """Every deferred element is updated once in this many steps. `auto` is 4."""
+    """Every deferred element is updated once in this many steps. `auto` begins with 4 and is tuned while training: the
+    smallest for which the host keeps up."""
+
+    stall_budget: float = 0.05
+    """Share of a step, from above 0 to 1, that automatic intervals let the device wait for the host: half of it for blocks
+    that are late, half for selections."""
 
     overlap_step: bool = True
     """Let the host update one block while the device computes the next step. `false` waits for the host at every
@@ -46,8 +51,8 @@ class ZenFlowConfig:
     """Keep the optimizer state of the selected columns on the host too. Not supported yet: must be `false`."""
 
     auto_ratio: float = 0.99
-    """Share of gradient mass that the selected columns must hold, from 0 to 1: upper bound for an automatic
-    `update_interval`. Automatic intervals are fixed for now, so only the default is accepted."""
+    """Upper bound for an automatic `update_interval`: of the gradient (squared norm) that AdamW's second moment remembers,
+    1 / (1 - beta2) steps, this share must have reached the weights, from 0 (no bound) to 1 (update at every step)."""
 
     full_warm_up_rounds: int = 0
     """First steps in which every weight is updated synchronously and nothing is selected."""
@@ -72,8 +77,9 @@ class ZenFlowConfig:
     """How long the trainer waits for the background process before it gives up with an error, in seconds."""
 
     def __post_init__(self) -> None:
-        for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc"):
+        for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc", "stall_budget"):
             self._check_ratio(name)
+        self._require("stall_budget", self.stall_budget > 0, "above 0", remedy="0.05 means five percent of a step.")
         for name in ("overlap_step", "offload", "look_ahead"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false", TypeError)
         self._require("select_strategy", self.select_strategy in ("auto", "step", "epoch"), "auto, step or epoch")
@@ -133,14 +139,6 @@ class ZenFlowConfig:
             '"auto" while `select_strategy` is "auto"',
             remedy='Set `select_strategy` to "step" or "epoch" to give the interval yourself.',
         )
-        # With a fixed update_interval the key has no meaning, in DeepSpeed's own ZenFlow neither.
-        self._require(
-            "auto_ratio",
-            self.auto_ratio == 0.99 or self.update_interval != "auto",
-            '0.99 while `update_interval` is "auto" (other values are not supported yet)',
-            NotImplementedError,
-            remedy="Give `update_interval` a whole number, or leave `auto_ratio` out.",
-        )
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> ZenFlowConfig:
@@ -164,12 +162,17 @@ class ZenFlowConfig:
                 raise ValueError(f"`zenflow` has no key `{key}`. {hint}")
         return cls(**settings)
 
+    @property
+    def is_automatic(self) -> bool:
+        """Whether an interval is tuned while training; a selection interval is not where nothing is selected."""
+        return self.update_interval == "auto" or (self.select_interval == "auto" and self.topk_ratio > 0)
+
     def update_interval_steps(self) -> int:
-        """The update interval `U` in steps, with `auto` resolved."""
+        """The update interval `U` in steps; where it begins, if it is `auto`."""
         return AUTO_UPDATE_INTERVAL_STEPS if self.update_interval == "auto" else self.update_interval
 
     def select_interval_steps(self, steps_per_epoch: int | None) -> int:
-        """The selection interval in steps, with `auto` and epochs resolved.
+        """The selection interval in steps, with epochs resolved; where it begins, if it is `auto`.
 
         Args:
             steps_per_epoch: Optimizer steps in one epoch of this run, or `None` if the data loader has no length.

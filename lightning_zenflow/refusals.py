@@ -1,7 +1,10 @@
-"""Models that ZenFlow cannot train correctly, refused in words before training starts."""
+"""Models and callbacks that ZenFlow cannot train correctly with, refused in words before training starts."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 
 _REMEDY = "Use another strategy for this model."
@@ -36,3 +39,17 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise NotImplementedError(f"Tensor parallel parameter `{name}` is not supported by ZenFlow. {_REMEDY}")
         if param.is_complex():
             raise NotImplementedError(f"Complex parameter `{name}` is not supported by ZenFlow. {_REMEDY}")
+
+
+def refuse_callbacks(trainer: Any) -> None:
+    """Raises if a callback of the Trainer needs what is not supported.
+
+    Raises:
+        ValueError: The message names the callback and the reason.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, LearningRateFinder):
+            raise ValueError(
+                "`LearningRateFinder` must be left out with ZenFlow: it restores a checkpoint to go on from, which is not"
+                " supported yet. Run it with another strategy."
+            )

@@ -104,6 +104,8 @@ class ShardOptimizer:
 
     def drop_gradients(self) -> None:
         """Forgets the gradients received since the last step."""
+        if not self.inbox.has_gradients:
+            return
         self._transfers.wait_to_host()  # a late copy must not land on top of a gradient that comes next
         self._open_inbox()
 
@@ -147,8 +149,9 @@ class ShardOptimizer:
             with self._timeline("select"):
                 self._reselect()
 
-        self._launch_accumulate(factor, groups)
-        self._launch_block(plan, groups)
+        with self._timeline("launch"):
+            self._launch_accumulate(factor, groups)
+            self._launch_block(plan, groups)
         with self._timeline("optimizer"):
             self.selected.update(groups, factor, plan.step)
         self._receive_blocks(plan, groups)

@@ -6,30 +6,33 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast  # noqa: F401  (resolves the base class's annotations)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from lightning_zenflow import arguments, ds_config
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.offload.affinity import worker_cores
+from lightning_zenflow.environment import TorchThreads, check_accelerator, cores_of_worker
+from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
+from lightning_zenflow.refusals import refuse_callbacks, refuse_unsupported
 from lightning_zenflow.stats import StepStats
 
 if TYPE_CHECKING:
+    from lightning_zenflow.callbacks import AutoTuner
     from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
 
 
@@ -75,15 +78,15 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self.zenflow = arguments.merge_zenflow(given, self._zenflow_block)
         ds_config.complete(self.config)
         self._settle_first = _SettleFirst()
+        self._auto_tuner: AutoTuner | None = None
+        self._threads = TorchThreads()
         self._begin_run()
 
     def _begin_run(self) -> None:
         self._skipped_steps_logged = 0
         self._step_is_open = False
         self._has_ended = False
-        self._threads_before: int | None = None
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-        self._own_attributes: list[tuple[nn.Parameter, set[str]]] = []
+        self._guard: ModuleGuard | None = None
 
     # -- settings ---------------------------------------------------------------------------------------------------
 
@@ -134,25 +137,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         Raises:
             RuntimeError: The accelerator is MPS, or another one than DeepSpeed has chosen.
         """
-        if isinstance(self.accelerator, MPSAccelerator):
-            raise RuntimeError(
-                "ZenFlow must run on CUDA or CPU, got MPS, which DeepSpeed cannot use. Set accelerator='cpu'."
-            )
-        self._check_deepspeed_accelerator()
+        check_accelerator(self.accelerator)
         # Past DeepSpeedStrategy, which would refuse everything but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
-
-    def _check_deepspeed_accelerator(self) -> None:
-        from deepspeed.accelerator import get_accelerator
-
-        name = get_accelerator().device_name()
-        known = ((CPUAccelerator, "cpu"), (CUDAAccelerator, "cuda"))
-        wanted = next((device for kind, device in known if isinstance(self.accelerator, kind)), name)
-        if name != wanted:
-            raise RuntimeError(
-                f"`accelerator` must be the one that DeepSpeed uses, got {wanted!r} while DeepSpeed has chosen {name!r}. Set"
-                f" the environment variable DS_ACCELERATOR={wanted} before the program starts."
-            )
 
     def _init_deepspeed_distributed(self) -> None:
         from lightning_zenflow.zero.install import without_compiling
@@ -190,11 +177,30 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
         if trainer.state.fn == TrainerFn.FITTING:
-            self._share_cores()
-            self._refuse_finder(trainer)
+            refuse_callbacks(trainer)
+            if isinstance(self.accelerator, CPUAccelerator):
+                cores = cores_of_worker(self.zenflow, self.local_rank, self.num_processes)
+                self._threads.limit(len(cores), self.num_processes)
+            self._add_auto_tuner(trainer)
         super().setup(trainer)
         if self._zero is not None:
             trainer.callbacks.insert(0, self._settle_first)  # type: ignore[attr-defined]
+
+    def _add_auto_tuner(self, trainer: Trainer) -> None:
+        """Has automatic intervals tuned, by the same callback in every `fit`, so that it goes on with what it has learned."""
+        from lightning_zenflow.callbacks import AutoTuner
+
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not self.zenflow.is_automatic or any(isinstance(callback, AutoTuner) for callback in callbacks):
+            return
+        if torch.are_deterministic_algorithms_enabled():
+            rank_zero_info(
+                "ZenFlow: automatic intervals stay as they begin, since measured times are never the same twice and"
+                " deterministic algorithms were asked for. AutoTuner(replay=...) repeats the intervals of an earlier run."
+            )
+            return
+        self._auto_tuner = self._auto_tuner or AutoTuner()
+        callbacks.insert(0, self._auto_tuner)
 
     def init_deepspeed(self) -> None:
         assert self.lightning_module is not None and isinstance(self.model, LightningModule)
@@ -210,6 +216,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         from lightning_zenflow.zero.broadcast import any_layout
 
+        self._guard = ModuleGuard(model)
         with any_layout():
             super()._initialize_deepspeed_inference(model)
 
@@ -239,7 +246,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
         from lightning_zenflow.optimizer import ZenFlowAdamW
-        from lightning_zenflow.refusals import refuse_unsupported
         from lightning_zenflow.zero.broadcast import any_layout
         from lightning_zenflow.zero.install import installed
 
@@ -249,8 +255,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             settings = ds_config.optimizer_settings(self.config["optimizer"])
             optimizer = ZenFlowAdamW([param for param in model.parameters() if param.requires_grad], **settings)
         converted = ZenFlowAdamW.from_optimizer(optimizer)
-        self._frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
-        self._own_attributes = [(param, set(vars(param))) for param in model.parameters()]
+        self._guard = ModuleGuard(model)
         self.barrier()  # a rank that failed before this point shows here, and not as a hang within DeepSpeed
         with installed(self._run_settings()), any_layout():
             return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
@@ -261,7 +266,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         return RunSettings(
             config=self.zenflow,
             select_interval=self.zenflow.select_interval_steps(self._steps_per_epoch()),
-            worker_cores=self._worker_cores(),
+            worker_cores=cores_of_worker(self.zenflow, self.local_rank, self.num_processes),
             local_ranks=self.num_processes,
         )
 
@@ -274,38 +279,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         batches = trainer.num_training_batches
         return None if math.isinf(batches) else max(1, math.ceil(batches / trainer.accumulate_grad_batches))
 
-    def _worker_cores(self) -> list[int]:
-        if self.zenflow.worker_cores is not None:
-            if self.num_processes > 1:
-                raise ValueError(
-                    f"`worker_cores` must be left out with {self.num_processes} ranks on a machine, got"
-                    f" {self.zenflow.worker_cores}. Set `pt_reserved_cores_perc` instead."
-                )
-            return list(self.zenflow.worker_cores)
-        available = os.sched_getaffinity(0)
-        return worker_cores(available, self.zenflow.pt_reserved_cores_perc, self.local_rank, self.num_processes)
-
-    @staticmethod
-    def _refuse_finder(trainer: Trainer) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, LearningRateFinder):
-                raise ValueError(
-                    "`LearningRateFinder` must be left out with ZenFlow: it restores a checkpoint to go on from, which is not"
-                    " supported yet. Run it with another strategy."
-                )
-
-    def _share_cores(self) -> None:
-        """On CPU, where PyTorch's threads and the background process want the same cores, PyTorch gets its share of them.
-
-        Only until `teardown`, and not if OMP_NUM_THREADS says how many. Twice the threads on half the cores would not be
-        half as fast, but several times slower.
-        """
-        if isinstance(self.accelerator, CPUAccelerator) and "OMP_NUM_THREADS" not in os.environ:
-            self._threads_before = torch.get_num_threads()
-            cores = len(os.sched_getaffinity(0))
-            reserved = cores - self.num_processes * len(self._worker_cores())
-            torch.set_num_threads(max(1, min(self._threads_before, reserved // self.num_processes)))
-
     @property
     def _zero(self) -> ZenFlowZeroOptimizer | None:
         """Our ZeRO optimizer while `fit` runs, else None."""
@@ -316,7 +289,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._step_is_open and self._zero is not None:
-            self._refuse_unfrozen()
+            assert self._guard is not None
+            self._guard.refuse_unfrozen()
             self._zero.shard.begin_step()
             self._step_is_open = True
         output = super().training_step(*args, **kwargs)
@@ -327,14 +301,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 " unwanted batches out in the data loader."
             )
         return output
-
-    def _refuse_unfrozen(self) -> None:
-        for name, param in self._frozen:
-            if param.requires_grad:
-                raise RuntimeError(
-                    f"`{name}.requires_grad` must stay False during `fit`, got True: ZeRO has no place for parameters that"
-                    " were frozen when it started, so they would not be trained. Set it before `fit`."
-                )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._zero is not None:
@@ -368,6 +334,30 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """
         self._training("settle").settle()
 
+    @property
+    def intervals(self) -> tuple[int, int | None]:
+        """Update interval and selection interval in steps, as they are now; `None` if nothing is ever selected.
+
+        Raises:
+            RuntimeError: No training is under way.
+        """
+        return self._training("intervals").shard.intervals
+
+    def change_intervals(self, update_interval: int, select_interval: int | None) -> None:
+        """Other intervals from the next step on, in steps. Every rank must call it with the same values, between steps.
+
+        A new `update_interval` settles first (see `settle`), so that no gradient is lost. The next selection comes
+        `select_interval` steps after the last one.
+
+        Raises:
+            RuntimeError: No training is under way, or the next step has begun.
+            ValueError: An interval is no whole number of at least 1, or the host's memory has no room for so few blocks.
+        """
+        for name, value in (("update_interval", update_interval), ("select_interval", select_interval)):
+            if not (isinstance(value, int) and value >= 1) and not (name == "select_interval" and value is None):
+                raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}. It counts steps.")
+        self._training("change_intervals").change_intervals(update_interval, select_interval)
+
     def teardown(self) -> None:
         """Ends the background process and makes the module an ordinary one again, also after an exception."""
         engine: Any = self.model
@@ -375,23 +365,13 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         try:
             super().teardown()
         finally:
-            if engine is not self.lightning_module and hasattr(engine, "destroy"):
-                self._release(engine)
-            if self._threads_before is not None:
-                torch.set_num_threads(self._threads_before)
+            if self._guard is not None and engine is not self.lightning_module and hasattr(engine, "destroy"):
+                self._guard.release(engine)
+            self._threads.restore()
             trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
-            if trainer is not None and self._settle_first in trainer.callbacks:
-                trainer.callbacks.remove(self._settle_first)
-
-    def _release(self, engine: Any) -> None:
-        """Removes from the module what DeepSpeed leaves there, which would keep the engine and its buffers alive."""
-        engine.module_forward_pre_hook.remove()
-        engine.module_forward_post_hook.remove()
-        engine.destroy()
-        for param, own in self._own_attributes:
-            for name in vars(param).keys() - own:
-                delattr(param, name)
-        self._own_attributes.clear()
+            for callback in (self._settle_first, self._auto_tuner):
+                if trainer is not None and callback in trainer.callbacks:
+                    trainer.callbacks.remove(callback)
 
     # -- what a run tells -------------------------------------------------------------------------------------------
 
@@ -399,6 +379,25 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def step_stats(self) -> StepStats:
         """Figures of the last optimizer step of this rank; zeros before the first one."""
         return self._zero.shard.stats if self._zero is not None else StepStats()
+
+    @property
+    def run_facts(self) -> RunFacts:
+        """What this rank works on in this `fit`.
+
+        Raises:
+            RuntimeError: No training is under way.
+        """
+        zero = self._training("run_facts")
+        betas = [hyper.beta2 for hyper in zero.optimizer.hypers()]
+        assert isinstance(self.config, dict)
+        in_epochs = self.zenflow.select_strategy == "epoch"
+        return RunFacts(
+            stage=self.config["zero_optimization"]["stage"],
+            shard_numel=zero.shard.host.arena.layout.numel,
+            fewest_blocks=zero.shard.host.arena.layout.fewest_blocks or 1,
+            memory_steps=1 / (1 - min(betas)),
+            select_unit_steps=(self._steps_per_epoch() or 1) if in_epochs else 1,
+        )
 
     def grad_norm(self) -> float:
         """Global norm of the averaged, unscaled gradient before clipping.
@@ -473,6 +472,39 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         for name, stage in names.items():
             settings = {} if stage is None else {"stage": stage}
             strategy_registry.register(name, cls, f"ZenFlow on ZeRO stage {stage or 2}", override=True, **settings)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a rank works on.
+
+    Attributes:
+        stage: ZeRO stage.
+        shard_numel: Elements of the rank's shard, padding included.
+        fewest_blocks: Smallest `update_interval` for which the host's memory has room.
+        memory_steps: Steps that AdamW's second moment remembers, 1 / (1 - beta2); the least of all groups.
+        select_unit_steps: Steps of which `select_interval` is a multiple: those of an epoch, or 1.
+    """
+
+    stage: int
+    shard_numel: int
+    fewest_blocks: int
+    memory_steps: float
+    select_unit_steps: int
+
+
+def zenflow_strategy(trainer: Trainer, callback: str) -> ZenFlowStrategy:
+    """The Trainer's strategy, for a callback that needs it.
+
+    Raises:
+        TypeError: It is another one. The message names the callback.
+    """
+    if not isinstance(trainer.strategy, ZenFlowStrategy):
+        raise TypeError(
+            f"`strategy` must be zenflow for {callback}, got {type(trainer.strategy).__name__}. Set strategy='zenflow' or"
+            " remove the callback."
+        )
+    return trainer.strategy
 
 
 class _SettleFirst(Callback):

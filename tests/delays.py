@@ -81,3 +81,29 @@ worker.HostAdamW.update = slowed(worker.HostAdamW.update)
         yield
     finally:
         optimizer_module.Transfers, process.BOOTSTRAP = transfers, bootstrap  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def host_that_takes(accumulate_secs: float, adamw_secs: float) -> Iterator[None]:
+    """Within this context new background processes take this much longer, for a gradient and for AdamW on all blocks."""
+    from lightning_zenflow.offload import process
+
+    patch = f"""
+import time
+from lightning_zenflow.offload import worker
+accumulate, update = worker.HostAdamW.accumulate, worker.HostAdamW.update
+def slow_accumulate(self, command):
+    time.sleep({accumulate_secs})
+    return accumulate(self, command)
+def slow_update(self, command):
+    pieces = self._blocks[command.block]
+    time.sleep({adamw_secs} * sum(last - first for first, last, _ in pieces) / self._arena.layout.numel)
+    return update(self, command)
+worker.HostAdamW.accumulate, worker.HostAdamW.update = slow_accumulate, slow_update
+"""
+    bootstrap = process.BOOTSTRAP
+    process.BOOTSTRAP = bootstrap.replace("main(*", f"exec({patch!r})\nmain(*")
+    try:
+        yield
+    finally:
+        process.BOOTSTRAP = bootstrap

@@ -34,7 +34,7 @@ EXPECTED_WARNINGS = [
 """What Lightning says in every fit; for `pytestmark`, since warnings are errors here."""
 
 FEATURES, CLASSES = 6, 5
-OFTEN: dict[str, Any] = {"topk_ratio": 0.3, "select_strategy": "step", "select_interval": 4}
+OFTEN: dict[str, Any] = {"topk_ratio": 0.3, "select_strategy": "step", "select_interval": 4, "update_interval": 4}
 """Settings with which short runs select several times, hold gradients back and have blocks in flight."""
 
 EXTREMES: list[dict[str, Any]] = [{"topk_ratio": 1}, {"topk_ratio": 0, "update_interval": 1, "overlap_step": False}]
@@ -171,11 +171,12 @@ class FollowsReference(Callback):
     Attributes:
         worst: Largest relative difference seen of gradients, norms and weights.
         steps: Steps compared.
+        changes: How often the intervals changed.
     """
 
     def __init__(self) -> None:
         self.worst = {"gradient": 0.0, "norm": 0.0, "weights": 0.0}
-        self.steps = 0
+        self.steps = self.changes = 0
         self._batches: list[Any] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -227,6 +228,13 @@ class FollowsReference(Callback):
         return grads
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        if trainer.strategy.intervals != (
+            self.reference.schedule.update_interval,
+            self.reference.schedule.select_interval,
+        ):
+            self.reference.change_intervals(*trainer.strategy.intervals)
+            self.changes += 1
         if not self._batches:
             self._compare(self.reference.weights)
 

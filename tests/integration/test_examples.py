@@ -2,18 +2,23 @@ from __future__ import annotations
 
 import csv
 import inspect
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 import yaml
 
 from examples.quickstart import CharGPT, StandardLibraryText
+from lightning_zenflow.cli import main
 
 REPO = Path(__file__).resolve().parents[2]
+PICTURE = REPO / "examples" / "zenflow-report.png"
 CONFIG = REPO / "examples" / "configs" / "quickstart.yaml"
 BY_SCRIPT = [sys.executable, str(REPO / "examples" / "quickstart.py")]
 BY_CONFIG = [sys.executable, "-m", "lightning_zenflow.cli", "fit", "--config", str(CONFIG)]
@@ -43,10 +48,23 @@ def test_the_quickstart_learns_and_shows_its_stall(command: list[str], tmp_path:
     first, last = map(float, summary.groups())
     assert first > 3.5
     assert last < 2.5
-    assert re.search(r"A step took \d+ ms; training waited for the host during [\d.]+% of it\.", printed)
+    assert re.search(r"A step took \d+ ms; training waited for the host during [\d.]+% of it\. Tuned to", printed)
     assert len(logged(tmp_path, "val_loss")) == 2
     assert len(logged(tmp_path, "zenflow/stall_ratio")) == 400 // 50
     assert logged(tmp_path, "zenflow/step")[-1] == 400
+    check_report(tmp_path)
+
+
+def check_report(folder: Path) -> None:
+    """Draws the run; with ZENFLOW_UPDATE_PICTURES set, the picture becomes the one in examples/."""
+    main(["report", str(folder), "--output", str(folder / "report")])
+    entries = [json.loads(line) for line in next(folder.rglob("zenflow.jsonl")).read_text().splitlines()]
+    assert sum(entry["kind"] == "step" for entry in entries) == 400
+    assert any(entry["kind"] == "decision" and entry["changed"] for entry in entries)
+    made = folder / "report" / PICTURE.name
+    assert matplotlib.image.imread(made).shape == matplotlib.image.imread(PICTURE).shape
+    if os.environ.get("ZENFLOW_UPDATE_PICTURES"):
+        shutil.copy(made, PICTURE)
 
 
 def test_script_and_config_describe_the_same_run() -> None:

@@ -183,7 +183,9 @@ def test_the_stall_monitor_logs_fixed_names_once_per_step_with_the_norm_before_a
     ours = [(step, metrics) for step, metrics in logger.logged if "zenflow/step" in metrics]
     assert [step for step, _ in ours] == [2, 4, 6, 8, 10] == logger.values("zenflow/step")
     for _, metrics in ours:
-        assert metrics.keys() == StepStats().metrics().keys()
+        always = StepStats(select_interval=64).metrics().keys()
+        assert always <= metrics.keys() <= always | {"zenflow/selection_agreement", "zenflow/deferred_mass_ratio"}
+        assert (metrics["zenflow/update_interval"], metrics["zenflow/select_interval"]) == (4, 4)
         assert metrics["zenflow/grad_norm"] > 0.2
         assert metrics["zenflow/grad_norm_clipped"] == pytest.approx(0.2, rel=1e-4)
         assert 0 < metrics["zenflow/step_secs"] < 10

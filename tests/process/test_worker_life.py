@@ -310,12 +310,15 @@ def test_room_for_fewer_blocks_is_left_as_far_as_memory_goes(monkeypatch: pytest
             raise MemoryError(f"{need_bytes} bytes")
 
     monkeypatch.setattr("lightning_zenflow.offload.client.check_host_memory", check)
-    settings = {"cores": None, "lr_scale": "linear", "timeout_secs": 20}
-    with contextlib.closing(HostClient.start(layout, (10_000_000,), **settings)) as client:
+
+    def start() -> HostClient:
+        return HostClient.start(layout, (10_000_000,), cores=None, lr_scale="linear", timeout_secs=20)
+
+    with contextlib.closing(start()) as client:
         assert client.arena.layout.fewest_blocks == 2
     limit_bytes = ArenaLayout(10_000_000, torch.bfloat16, 4).nbytes - 1
     with pytest.raises(MemoryError, match=f"{limit_bytes + 1} bytes"):
-        HostClient.start(layout, (10_000_000,), **settings)
+        start()
 
 
 def test_thousands_of_launches_without_a_wait_in_between_block_nobody() -> None:
@@ -350,12 +353,17 @@ def test_a_call_from_a_signal_handler_into_a_waiting_call_is_refused(monkeypatch
 
 def test_a_handler_of_a_usual_signal_runs_when_the_waiting_call_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     patch_worker(monkeypatch, SLOW)
-    calls = []
+    calls: list[str] = []
+
+    def handle(*_: object) -> None:
+        client.drain()
+        calls.append("drained")
+
     with running(2048) as client:
         step(client)
-        signal.signal(signal.SIGUSR1, lambda *_: calls.append(client.drain()))
+        signal.signal(signal.SIGUSR1, handle)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        assert client.collect().held_steps == 1 and calls == [None]
+        assert client.collect().held_steps == 1 and calls == ["drained"]
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 

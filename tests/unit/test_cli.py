@@ -253,8 +253,10 @@ def test_help_shows_what_each_setting_means(
 def test_the_first_help_names_the_subcommands_and_a_command_to_start_from(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "{fit,validate,test,predict}" in shown
+    shown = capsys.readouterr().out
+    for name in ("fit", "validate", "test", "predict", "doctor", "estimate", "report"):
+        assert f"\n    {name}  " in shown
+    shown = " ".join(shown.split())
     assert "--trainer.strategy zenflow --zenflow.topk_ratio 0.05" in shown
 
 

@@ -17,6 +17,7 @@ WRONG_TYPE: dict[str, list[Any]] = {
     "overlap_step": [1, "true", None],
     "offload": [0, "false", None],
     "auto_ratio": ["0.99", None, True],
+    "stall_budget": ["0.05", None, True],
     "full_warm_up_rounds": [1.0, "3", None, True],
     "pt_reserved_cores_perc": ["half", None, True],
     "look_ahead": [1, "yes", None],
@@ -30,6 +31,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "select_interval": [0, -1, "never"],
     "update_interval": [0, -4, "auto "],
     "auto_ratio": [-0.5, 1.5, float("nan")],
+    "stall_budget": [0, 0.0, -0.1, 1.01, float("nan")],
     "full_warm_up_rounds": [-1],
     "pt_reserved_cores_perc": [-0.1, 1.1, float("nan")],
     "deferred_lr_scale": ["log", None, 4],
@@ -44,7 +46,8 @@ ACCEPTED: dict[str, list[Any]] = {
     "update_interval": [1, 4, 1000, "auto"],
     "overlap_step": [True, False],
     "offload": [False],
-    "auto_ratio": [0.99],
+    "auto_ratio": [0.99, 0, 1, 0.5],
+    "stall_budget": [0.05, 1, 1e-6],
     "full_warm_up_rounds": [0, 100],
     "pt_reserved_cores_perc": [0, 0.5, 1],
     "look_ahead": [True, False],
@@ -100,12 +103,11 @@ def test_offload_is_known_but_refused_until_it_is_supported() -> None:
         ZenFlowConfig(offload=True)
 
 
-def test_auto_ratio_is_refused_only_where_it_would_be_ignored_wrongly() -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"`auto_ratio` must be 0\.99 while `update_interval` is \"auto\".*got 0\.5"
-    ):
-        ZenFlowConfig(auto_ratio=0.5)
-    assert ZenFlowConfig(auto_ratio=0.5, update_interval=4).auto_ratio == 0.5
+def test_intervals_are_automatic_where_they_say_so_and_something_is_selected() -> None:
+    assert ZenFlowConfig().is_automatic and ZenFlowConfig(topk_ratio=0).is_automatic
+    assert ZenFlowConfig(update_interval=4).is_automatic
+    assert not ZenFlowConfig(update_interval=4, topk_ratio=0).is_automatic
+    assert not ZenFlowConfig(update_interval=4, select_strategy="step", select_interval=16).is_automatic
 
 
 def test_fields_are_given_by_name_only_and_never_change() -> None:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow.environment import cores_of_worker
 from lightning_zenflow.refusals import refuse_unsupported
 
 
@@ -209,12 +210,10 @@ def test_another_accelerator_than_deepspeeds_is_refused(monkeypatch: pytest.Monk
 
 
 def test_cores_of_the_worker_are_for_one_rank_only() -> None:
-    strategy = strategy_of({"worker_cores": [0]})
-    strategy.parallel_devices = [torch.device("cpu")] * 2
+    config = ZenFlowConfig(worker_cores=[0])
     with pytest.raises(ValueError, match="`worker_cores` must be left out with 2 ranks on a machine"):
-        strategy._worker_cores()
-    strategy.parallel_devices = [torch.device("cpu")]
-    assert strategy._worker_cores() == [0]
+        cores_of_worker(config, local_rank=0, local_ranks=2)
+    assert cores_of_worker(config, local_rank=0, local_ranks=1) == [0]
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

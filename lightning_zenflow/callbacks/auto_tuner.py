@@ -1,0 +1,187 @@
+"""`AutoTuner`: measures, asks the pure controller of `tuner.py`, and changes the intervals of all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
+
+from lightning_zenflow.callbacks.record import Change, read_changes
+from lightning_zenflow.strategy import ZenFlowStrategy, zenflow_strategy
+from lightning_zenflow.tuner import Controller, Decision, Intervals, Observation, TunerOptions, Window, WindowCollector
+
+
+class AutoTuner(Callback):
+    """Adjusts those of `update_interval` and `select_interval` that are `auto`, from measured stalls.
+
+    `ZenFlowStrategy` adds one by itself; add it yourself to set bounds or to repeat an earlier run. It looks at windows of 8
+    to 16 optimizer steps (not micro-batches, not skipped steps), takes the maximum over ranks, and changes the intervals of
+    all ranks at the same step. Each change is logged with its reason. What it has learned stays for the next `fit`, and goes
+    into checkpoints.
+
+    Given the same intervals at the same steps, training is the same bit for bit. Measured times never are: to repeat a run,
+    give `replay` the record that `StallMonitor(record=...)` has written.
+
+    Args:
+        min_update_interval: Lower bound, in steps.
+        max_update_interval: Upper bound, in steps. Gradients wait up to so many steps.
+        min_select_interval: Lower bound, in steps.
+        max_select_interval: Upper bound, in steps.
+        replay: Measures nothing, but repeats the changes of an earlier run: its record, or a list of `(step, update_interval,
+            select_interval)` with the step after which they changed, 0 for those it began with.
+
+    Attributes:
+        decisions: `(step, decision)` for each change of this `fit`, and for the last window.
+
+    Raises:
+        TypeError: The Trainer's strategy is not `ZenFlowStrategy`, or an option has the wrong type.
+        ValueError: No interval is `auto`, an option is out of range, deterministic algorithms are asked for without
+            `replay`, or `replay` is no record.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_update_interval: int = 1,
+        max_update_interval: int = 16,
+        min_select_interval: int = 1,
+        max_select_interval: int = 4096,
+        replay: str | Path | list[tuple[int, int, int | None]] | None = None,
+    ) -> None:
+        self._bounds: dict[str, Any] = {
+            "min_update_interval": min_update_interval,
+            "max_update_interval": max_update_interval,
+            "min_select_interval": min_select_interval,
+            "max_select_interval": max_select_interval,
+        }
+        TunerOptions(**self._bounds)  # refuses what is out of range now, not in the middle of a run
+        self._changes = None if replay is None else _changes(replay)
+        self._learned: dict[str, Any] | None = None
+        self._controller: Controller | None = None
+        self._last_step = 0
+        self.decisions: list[tuple[int, Decision]] = []
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = zenflow_strategy(trainer, type(self).__name__)
+        self.decisions = []
+        self._last_step = strategy.step_stats.step
+        if self._changes is not None:
+            self._replay(strategy)
+            return
+        self._refuse(strategy)
+        self._controller = Controller(self._options(strategy), Intervals(*strategy.intervals))
+        if self._learned is not None:
+            self._controller.load_state_dict(self._learned)
+            strategy.change_intervals(*_pair(self._controller.intervals))
+        self._collector = WindowCollector(self._controller.window_steps)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        strategy = zenflow_strategy(trainer, type(self).__name__)
+        stats = strategy.step_stats
+        if stats.step == self._last_step:
+            return  # a micro-batch, or a skipped step
+        self._last_step = stats.step
+        if self._changes is not None:
+            self._replay(strategy)
+        elif stats.step > strategy.zenflow.full_warm_up_rounds:  # in warm-up the device waits for the host by intention
+            window = self._collector.add(
+                Observation(
+                    step_secs=stats.step_secs,
+                    update_stall_secs=stats.update_stall_secs,
+                    select_stall_secs=stats.select_stall_secs,
+                    accumulate_secs=stats.worker_accumulate_secs,
+                    update_secs=stats.worker_update_secs,
+                    agreement=stats.selection_agreement,
+                    deferred_mass_ratio=stats.deferred_mass_ratio,
+                )
+            )
+            if window is not None:
+                self._decide(strategy, window)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._learned = self.state_dict().get("controller")
+        self._controller = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned: plain numbers and strings."""
+        learned = self._learned if self._controller is None else self._controller.state_dict()
+        return {} if learned is None else {"controller": learned}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._learned = state_dict.get("controller")
+
+    # -- the work ---------------------------------------------------------------------------------------------------
+
+    def _decide(self, strategy: ZenFlowStrategy, window: Window) -> None:
+        assert self._controller is not None
+        numbers = torch.tensor(window.to_numbers(), dtype=torch.float64, device=strategy.root_device)
+        agreed = strategy.reduce(numbers, reduce_op="max")
+        decision = self._controller.decide(Window.from_numbers(agreed.tolist()))
+        if self.decisions and not self.decisions[-1][1].changed:
+            self.decisions.pop()  # of those that change nothing the last one suffices
+        self.decisions.append((self._last_step, decision))
+        if decision.changed:
+            rank_zero_info(f"ZenFlow, step {self._last_step}: {decision.reason}")
+            strategy.change_intervals(*_pair(decision.intervals))
+        else:
+            rank_zero_debug(f"ZenFlow, step {self._last_step}: {decision.reason}")
+        self._collector.window_steps = self._controller.window_steps
+        self._collector.restart(decision.skip_steps)
+
+    def _replay(self, strategy: ZenFlowStrategy) -> None:
+        assert self._changes is not None
+        if self._last_step in self._changes:
+            strategy.change_intervals(*self._changes[self._last_step])
+
+    def _options(self, strategy: ZenFlowStrategy) -> TunerOptions:
+        zenflow, facts = strategy.zenflow, strategy.run_facts
+        fewest_blocks = torch.tensor(facts.fewest_blocks, device=strategy.root_device)
+        # One rank may sit on a machine with less memory than the others.
+        least = max(self._bounds["min_update_interval"], int(strategy.reduce(fewest_blocks, reduce_op="max")))
+        bounds = {**self._bounds, "min_update_interval": least}
+        bounds["max_update_interval"] = max(least, bounds["max_update_interval"])
+        return TunerOptions(
+            **bounds,
+            stall_budget=min(zenflow.stall_budget, 0.999),
+            tune_update=zenflow.update_interval == "auto",
+            tune_select=zenflow.select_interval == "auto" and zenflow.topk_ratio > 0,
+            overlap=zenflow.overlap_step,
+            auto_ratio=zenflow.auto_ratio,
+            memory_steps=facts.memory_steps,
+            select_unit_steps=facts.select_unit_steps,
+        )
+
+    @staticmethod
+    def _refuse(strategy: ZenFlowStrategy) -> None:
+        if not strategy.zenflow.is_automatic:
+            raise ValueError(
+                "`update_interval` or `select_interval` must be 'auto' for AutoTuner, got"
+                f" {strategy.zenflow.update_interval} and {strategy.zenflow.select_interval}. Set one of them to auto, or"
+                " remove the callback."
+            )
+        if torch.are_deterministic_algorithms_enabled():
+            raise ValueError(
+                "`deterministic` must be left out of the Trainer with AutoTuner, got deterministic algorithms: measured times"
+                " are never the same twice. Give it `replay`, or remove the callback: intervals then stay as they begin."
+            )
+
+
+def _pair(intervals: Intervals) -> tuple[int, int | None]:
+    return intervals.update_interval, intervals.select_interval
+
+
+def _changes(replay: str | Path | Sequence[Change]) -> Mapping[int, tuple[int, int | None]]:
+    changes = read_changes(Path(replay)) if isinstance(replay, (str, Path)) else list(replay)
+    for change in changes:
+        if len(change) != 3 or not all(value is None or isinstance(value, int) for value in change):
+            raise ValueError(
+                f"`replay` must hold changes (step, update_interval, select_interval), got {change!r}. Take them from the"
+                " record of an earlier run."
+            )
+    return {step: (update_interval, select_interval) for step, update_interval, select_interval in changes}

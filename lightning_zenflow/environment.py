@@ -1,0 +1,75 @@
+"""What a rank runs on: the accelerator that DeepSpeed has chosen, and who gets which cores of the machine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.offload.affinity import worker_cores
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Compares Lightning's accelerator with DeepSpeed's.
+
+    Raises:
+        RuntimeError: It is MPS, or another one than DeepSpeed has chosen.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if isinstance(accelerator, MPSAccelerator):
+        raise RuntimeError(
+            "ZenFlow must run on CUDA or CPU, got MPS, which DeepSpeed cannot use. Set accelerator='cpu'."
+        )
+    name = get_accelerator().device_name()
+    known = ((CPUAccelerator, "cpu"), (CUDAAccelerator, "cuda"))
+    wanted = next((device for kind, device in known if isinstance(accelerator, kind)), name)
+    if name != wanted:
+        raise RuntimeError(
+            f"`accelerator` must be the one that DeepSpeed uses, got {wanted!r} while DeepSpeed has chosen {name!r}. Set"
+            f" the environment variable DS_ACCELERATOR={wanted} before the program starts."
+        )
+
+
+def cores_of_worker(config: ZenFlowConfig, local_rank: int, local_ranks: int) -> list[int]:
+    """Cores of this rank's background process; empty for no pinning.
+
+    Raises:
+        ValueError: `worker_cores` is given with several ranks on a machine.
+    """
+    if config.worker_cores is None:
+        return worker_cores(os.sched_getaffinity(0), config.pt_reserved_cores_perc, local_rank, local_ranks)
+    if local_ranks > 1:
+        raise ValueError(
+            f"`worker_cores` must be left out with {local_ranks} ranks on a machine, got {config.worker_cores}. Set"
+            " `pt_reserved_cores_perc` instead."
+        )
+    return list(config.worker_cores)
+
+
+class TorchThreads:
+    """On CPU, where PyTorch's threads and the background process want the same cores, PyTorch gets its share of them.
+
+    Only from `limit` to `restore`, and not if OMP_NUM_THREADS says how many. Twice the threads on half the cores would not
+    be half as fast, but several times slower.
+    """
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def limit(self, cores_of_one_worker: int, local_ranks: int) -> None:
+        """Leaves the workers' cores to them, and shares the others between the ranks of this machine."""
+        if "OMP_NUM_THREADS" in os.environ:
+            return
+        self._before = torch.get_num_threads()
+        reserved = len(os.sched_getaffinity(0)) - local_ranks * cores_of_one_worker
+        torch.set_num_threads(max(1, min(self._before, reserved // local_ranks)))
+
+    def restore(self) -> None:
+        """Gives PyTorch the threads that it had. Safe to call again."""
+        if self._before is not None:
+            torch.set_num_threads(self._before)
+            self._before = None

@@ -1,0 +1,42 @@
+"""What ZeRO does to the user's module, and how it is undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class ModuleGuard:
+    """Remembers the module as it was before DeepSpeed took it over.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
+        self._own_attributes = [(param, set(vars(param))) for param in module.parameters()]
+
+    def refuse_unfrozen(self) -> None:
+        """Raises if a parameter was unfrozen since.
+
+        Raises:
+            RuntimeError: The message names it.
+        """
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"`{name}.requires_grad` must stay False during `fit`, got True: ZeRO has no place for parameters that"
+                    " were frozen when it started, so they would not be trained. Set it before `fit`."
+                )
+
+    def release(self, engine: Any) -> None:
+        """Removes from the module what DeepSpeed leaves there, which would keep the engine and its buffers alive."""
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
+        for param, own in self._own_attributes:
+            for name in vars(param).keys() - own:
+                delattr(param, name)
+        self._own_attributes.clear()
