@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_zenflow.host_model import HostModel
@@ -93,7 +93,8 @@ class HostHistory:
             window: Measured at the interval in use.
             share: What update stalls may take of the step time; their changes are judged by it.
         """
-        self._windows = [*self._windows, window][-HISTORY_WINDOWS:]
+        times = replace(window, select_stall_secs=None, disagreement=None, deferred_mass_ratio=None)
+        self._windows = [*self._windows, times][-HISTORY_WINDOWS:]
         if len(self._windows) >= 4 and _has_changed(self._windows[:-2], self._windows[-2:], share):
             self._windows = self._windows[-2:]
 

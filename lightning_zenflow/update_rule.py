@@ -186,8 +186,8 @@ class UpdateRule:
         def within(tolerance: float) -> int:
             return model.fastest(lowest, highest, tolerance * BEST_TOLERANCE_RATIO)
 
-        if self._cannot_keep_up and within(1.25) <= current <= within(0.75):
-            return current  # chosen like this before: what has moved since may be noise
+        if within(1.25) <= current <= within(0.75):
+            return current  # as good: what has moved since it was chosen may be noise
         return within(1.0)
 
     def state_dict(self) -> dict[str, Any]:

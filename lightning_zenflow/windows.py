@@ -16,6 +16,9 @@ START_SKIP_STEPS = 2
 MAX_SECS = 1e6
 """Longer times (11 days) are damage and no measurement."""
 
+MIN_SECS = 1e-9
+"""No device takes less for a step, and no clock sees less."""
+
 _ABSENT = -math.inf  # loses against every present value in a maximum
 
 
@@ -123,7 +126,7 @@ class Window:
         """Whether there is something to learn from: sound times, and steps that took some."""
         times = [self.device_secs, self.update_stall_secs, self.accumulate_secs, self.update_secs]
         times += [self.device_jitter_secs, self.host_jitter_secs]
-        return self.steps > 0 and self.device_secs > 0 and all(0 <= secs <= MAX_SECS for secs in times)
+        return self.steps > 0 and self.device_secs >= MIN_SECS and all(0 <= secs <= MAX_SECS for secs in times)
 
     def to_numbers(self) -> list[float]:
         """The window as finite numbers or minus infinity, of which the element-wise maximum over ranks is taken.

@@ -43,6 +43,7 @@ QUIET = [host(ratio) for ratio in (0.1, 0.7, 1.0, 1.5, 2.5, 4, 6, 9, 13, 20)] + 
     host(3.0, overlap=False),
     Machine(device_secs=0.1, accumulate_secs=0.3, adam_secs=1.0),
     Machine(device_secs=0.1, accumulate_secs=0.2, adam_secs=0.1),
+    Machine(device_secs=0.1, accumulate_secs=0.09, adam_secs=0.2),  # 16 is just enough
 ]
 
 
@@ -154,6 +155,14 @@ def test_an_interval_that_stalled_is_not_tried_again() -> None:
     held = [one.intervals.update_interval for one in decisions if one.changed]
     assert held.count(2) <= 1 and decisions[-1].intervals.update_interval == 3
     assert max(update_changes(decisions)) <= SETTLED_AFTER_WINDOWS
+
+
+def test_a_delay_that_busy_times_do_not_show_is_remembered() -> None:
+    tuned = Tuned(host(2.0))
+    tuned.windows(20)
+    tuned.run.machine = host(2.0, hidden_secs=0.03)
+    assert len(update_changes(tuned.windows(100))) == 1
+    tuned.assert_near_the_best()
 
 
 def test_a_machine_at_the_very_border_of_the_budget_does_not_swing() -> None:

@@ -101,6 +101,15 @@ def test_with_a_faster_host_the_interval_becomes_short_long_before_the_next_rese
     assert tuned.select_interval <= 2 * best_select_interval(faster, tuned.update_interval)
 
 
+def test_an_interval_is_shortened_after_three_measured_costs_and_not_before() -> None:
+    controller = Controller(TunerOptions(), Intervals(1, 16))
+
+    def after(select_stall_secs: float | None) -> int | None:
+        return controller.decide(Window(16, 0.1, 0.0, select_stall_secs, 0.01, 0.01)).intervals.select_interval
+
+    assert [after(0.2), after(0.1), after(None), after(0.1), after(0.1)] == [96, 96, 96, 64, 64]
+
+
 def test_while_selections_agree_the_interval_becomes_up_to_four_times_longer_and_when_they_drift_short_again() -> None:
     tuned = Tuned(dataclasses.replace(host(0.3), transfer_secs=0.0))
     tuned.windows(20)
@@ -190,12 +199,29 @@ def test_restored_in_the_middle_it_decides_as_if_it_had_never_stopped() -> None:
         assert json.loads(json.dumps(state, allow_nan=False)) == state, "plain types only"
         copy = Controller(TunerOptions(), Intervals(1, 1))
         copy.load_state_dict(json.loads(json.dumps(state)))
+        assert copy.state_dict() == state
         copies.append(copy)
         (decision,) = tuned.windows(1)
         for restored in copies:
             assert restored.decide(decision.window) == decision
             assert restored.window_steps == tuned.controller.window_steps
     assert tuned.controller.intervals != START
+
+
+def test_restored_where_nothing_was_enough_it_needs_to_be_as_sure_as_before() -> None:
+    def show(controller: Controller, device_secs: float) -> int:
+        interval = controller.intervals.update_interval
+        late = 0.09 + 0.2 / interval - device_secs
+        controller.decide(Window(16, device_secs, late, None, 0.09, 0.2 / interval, device_jitter_secs=1e-4))
+        return controller.intervals.update_interval
+
+    controller, copy = (Controller(TunerOptions(), Intervals(4, None)) for _ in range(2))
+    assert show(controller, 0.095) == 14
+    copy.load_state_dict(controller.state_dict())
+    # Now 16 would stall for 2.2 %: enough for a first guess, not for a second one.
+    assert [show(one, 0.1002) for one in (controller, copy) for _ in range(9)] == [14] * 18
+    fresh = Controller(TunerOptions(), Intervals(14, None))
+    assert [show(fresh, 0.1002) for _ in range(3)][-1] == 16
 
 
 def test_state_of_another_version_is_refused() -> None:
@@ -236,6 +262,34 @@ def test_after_a_change_of_blocks_as_many_steps_are_skipped_and_after_others_non
     assert skipped(Intervals(4, 64), Intervals(6, 64)) == 6
     assert skipped(Intervals(4, 64), Intervals(40, 64)) == 16
     assert skipped(Intervals(4, 64), Intervals(4, 96)) == skipped(Intervals(4, 64), Intervals(4, 64)) == 0
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+def test_an_interval_that_stalled_is_tried_again_only_when_the_host_is_clearly_faster() -> None:
+    for faster, expected in ((1.0, 5), (0.88, 5), (0.8, 3)):
+        controller = Controller(TunerOptions(), Intervals(4, None))
+        for _ in range(3):  # the host needs 101 ms, so that 4 stalls a little more than allowed
+            decision = controller.decide(Window(16, 0.1, 0.003, None, 0.05, 0.053))
+        assert decision.intervals.update_interval == 5
+        for _ in range(5):
+            decision = controller.decide(Window(16, 0.1, 0.0, None, 0.05 * faster, 0.0424 * faster))
+        assert decision.intervals.update_interval == expected, faster
+
+
+def test_where_the_host_cannot_keep_up_small_changes_of_the_machine_do_not_move_the_interval() -> None:
+    def fastest_within_two_percent(adam_secs: float) -> int:
+        steps = {interval: 0.3 + adam_secs / interval for interval in range(1, 17)}
+        return min(interval for interval, step in steps.items() if step <= 1.02 * steps[16])
+
+    assert [fastest_within_two_percent(adam_secs) for adam_secs in (0.77, 0.79, 1.2)] == [14, 15, 15]
+    controller = Controller(TunerOptions(), Intervals(4, None))
+    for adam_secs, expected in ((0.77, 14), (0.79, 14), (1.2, 15)):
+        for _ in range(30):
+            busy = 0.3 + adam_secs / (interval := controller.intervals.update_interval)
+            controller.decide(Window(16, 0.1, busy - 0.1, None, 0.3, adam_secs / interval))
+        assert controller.intervals.update_interval == expected
 
 
 # -- reasons -----------------------------------------------------------------------------------------------------------

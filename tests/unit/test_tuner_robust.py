@@ -35,7 +35,7 @@ THREE_HOURS = 10_800.0
 
 
 @pytest.mark.parametrize("seen_as", ["update_stall_secs", "device", "update_secs", "select_stall_secs"])
-@pytest.mark.parametrize("step", [3, 9, 15, 34, 150])
+@pytest.mark.parametrize("step", [3, 9, 15, 17, 33, 150])
 def test_a_laptop_that_sleeps_for_three_hours_changes_nothing(step: int, seen_as: str) -> None:
     slept = {"step_secs": THREE_HOURS} | ({} if seen_as == "device" else {seen_as: THREE_HOURS - 0.2})
     machine = host(3.0)
@@ -43,6 +43,26 @@ def test_a_laptop_that_sleeps_for_three_hours_changes_nothing(step: int, seen_as
     assert decisions[-1].intervals == expected[-1].intervals
     assert update_changes(decisions) == update_changes(expected)
     assert len([one for one in decisions if one.changed]) <= 1 + len([one for one in expected if one.changed])
+
+
+def test_a_stall_that_no_interval_cures_is_not_chased_for_ever() -> None:
+    controller = Controller(TunerOptions(), Intervals(4, None))
+    decisions = []
+    for _ in range(200):
+        interval = controller.intervals.update_interval
+        decisions.append(controller.decide(Window(16, 0.1, 0.004, None, 0.01, 0.02 / interval)))
+    assert len(update_changes(decisions)) <= 12 and max(update_changes(decisions)) <= 50
+
+
+def test_an_interval_that_stalled_is_not_tried_again_although_all_others_suggest_that_it_fits() -> None:
+    controller = Controller(TunerOptions(), Intervals(4, None))
+    decisions = []
+    for _ in range(100):
+        interval = controller.intervals.update_interval
+        # Up to 13 the host is late as its busy times say, by which 16 would be late by 1.2 %; it is by more.
+        late = 0.095 + 0.1 / interval - 0.1 if interval <= 13 else 0.0036
+        decisions.append(controller.decide(Window(16, 0.1, late, None, 0.095, 0.1 / interval)))
+    assert [one.intervals.update_interval for one in decisions if one.changed] == [14, 16, 13]
 
 
 def test_slow_first_steps_and_pauses_for_evaluation_change_nothing() -> None:
@@ -125,7 +145,7 @@ def options(draw: st.DrawFn) -> TunerOptions:
 intervals = st.builds(Intervals, st.integers(1, 50), st.none() | st.integers(1, 2000))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(options(), intervals, st.lists(windows | plausible_windows, max_size=12))
 def test_whatever_is_measured_bounds_hold_and_nothing_raises(
     chosen: TunerOptions, start: Intervals, shown: list[Window]
@@ -146,7 +166,7 @@ def test_whatever_is_measured_bounds_hold_and_nothing_raises(
         json.dumps(controller.state_dict(), allow_nan=False)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.builds(Observation, anything, anything, anything, anything, anything, maybe, maybe), max_size=40))
 def test_whatever_is_observed_windows_can_be_shown(observations: list[Observation]) -> None:
     collector, controller = WindowCollector(8), Controller(TunerOptions(), START)
@@ -154,5 +174,6 @@ def test_whatever_is_observed_windows_can_be_shown(observations: list[Observatio
     assert len(closed) == max(0, len(observations) - 2) // 8
     for window in closed:
         assert not any(math.isnan(number) for number in window.to_numbers())
-        assert Window.from_numbers(window.to_numbers()) == window
+        agreed = Window.from_numbers(window.to_numbers())
+        assert agreed == (window if window.is_usable else dataclasses.replace(window, steps=0, device_secs=0.0))
         controller.decide(window)

@@ -101,7 +101,7 @@ def test_an_interval_at_the_bound_stays_while_the_mass_is_noisy_and_grows_when_i
 
 def test_one_odd_mass_does_not_move_the_bound() -> None:
     rule = GradientRule(TunerOptions(auto_ratio=0.999))
-    for mass in (0.25, 0.25, 0.9, 0.25, 0.25):
+    for mass in (0.25, 0.25, 0.25, 0.25, 0.9):
         rule.note(mass)
     assert rule.bound(7) == gradient_bound(0.999, 1000, 0.25) == 7
 
