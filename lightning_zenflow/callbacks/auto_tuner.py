@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,18 @@ class AutoTuner(Callback):
             self._replay(strategy)
             return
         self._refuse(strategy)
-        self._controller = Controller(self._options(strategy), Intervals(*strategy.intervals))
+        options = self._options(strategy)
+        self._controller = Controller(options, Intervals(*strategy.intervals))
         if self._learned is not None:
-            self._controller.load_state_dict(self._learned)
-            strategy.change_intervals(*_pair(self._controller.intervals))
+            # What has been fixed since is as it was set now, whatever was learned.
+            update_interval, select_interval = strategy.intervals
+            learned = Intervals(**self._learned["intervals"])
+            start = Intervals(
+                learned.update_interval if options.tune_update else update_interval,
+                learned.select_interval or select_interval if options.tune_select else select_interval,
+            )
+            self._controller.load_state_dict({**self._learned, "intervals": asdict(start)})
+            strategy.change_intervals(*_pair(start))
         self._collector = WindowCollector(self._controller.window_steps)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:

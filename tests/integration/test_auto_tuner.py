@@ -239,6 +239,20 @@ def test_what_was_learned_is_in_a_checkpoint_that_loads_as_weights_only_and_goes
     assert again.seen[0] == intervals.seen[-1]
 
 
+def test_what_was_learned_does_not_override_what_is_fixed_now() -> None:
+    tuner = AutoTuner()
+    train_slowly(Intervals(), tuner, count=30)
+    assert tuner.state_dict()["controller"]["intervals"]["update_interval"] > 4
+    for zenflow, expected in (
+        ({**AUTO, "update_interval": 3}, (3, 64)),
+        ({"topk_ratio": 0}, (tuner.state_dict()["controller"]["intervals"]["update_interval"], None)),
+    ):
+        intervals, resumed = Intervals(), AutoTuner()
+        resumed.load_state_dict(tuner.state_dict())
+        fit(Small(), batches(3), zenflow=zenflow, callbacks=[intervals, resumed])
+        assert intervals.seen[0] == expected
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -7,10 +7,10 @@ import statistics
 
 import pytest
 
-from lightning_zenflow.gradient_rule import GradientRule, gradient_bound
-from lightning_zenflow.host_model import HostModel
 from lightning_zenflow.tuner import Intervals, TunerOptions
-from lightning_zenflow.wording import in_words, percent
+from lightning_zenflow.tuner.gradient_rule import GradientRule, gradient_bound
+from lightning_zenflow.tuner.host_model import HostModel
+from lightning_zenflow.tuner.wording import in_words, percent
 
 # -- the model of the host ---------------------------------------------------------------------------------------------
 

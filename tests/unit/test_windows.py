@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from lightning_zenflow.windows import Observation, Window, WindowCollector
+from lightning_zenflow.tuner.windows import Observation, Window, WindowCollector
 
 THREE_HOURS = 10_800.0
 

@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_zenflow.select_rule import Outlook, SelectRule
-from lightning_zenflow.tuner_options import Intervals, TunerOptions
-from lightning_zenflow.update_rule import UpdateRule
-from lightning_zenflow.windows import Observation, Window, WindowCollector
-
-__all__ = ["Controller", "Decision", "Intervals", "Observation", "TunerOptions", "Window", "WindowCollector"]
+from lightning_zenflow.tuner.options import Intervals, TunerOptions
+from lightning_zenflow.tuner.select_rule import Outlook, SelectRule
+from lightning_zenflow.tuner.update_rule import UpdateRule
+from lightning_zenflow.tuner.windows import Window
 
 MIN_WINDOW_STEPS = 8
 MAX_WINDOW_STEPS = 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from lightning_zenflow.tuner_options import TunerOptions
-from lightning_zenflow.windows import typical
+from lightning_zenflow.tuner.options import TunerOptions
+from lightning_zenflow.tuner.windows import typical
 
 NO_BOUND_STEPS = 10**9
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_zenflow.host_model import HostModel
-from lightning_zenflow.windows import Window, typical
+from lightning_zenflow.tuner.host_model import HostModel
+from lightning_zenflow.tuner.windows import Window, typical
 
 HISTORY_WINDOWS = 12
 """Windows that are averaged."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightning_zenflow.wording import in_words
+from lightning_zenflow.tuner.wording import in_words
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_zenflow.gradient_rule import GradientRule
-from lightning_zenflow.host_history import SURE_WINDOWS, Failure, HostHistory
-from lightning_zenflow.host_model import HostModel
-from lightning_zenflow.tuner_options import TunerOptions
-from lightning_zenflow.windows import Window
-from lightning_zenflow.wording import in_words, percent
+from lightning_zenflow.tuner.gradient_rule import GradientRule
+from lightning_zenflow.tuner.host_history import SURE_WINDOWS, Failure, HostHistory
+from lightning_zenflow.tuner.host_model import HostModel
+from lightning_zenflow.tuner.options import TunerOptions
+from lightning_zenflow.tuner.windows import Window
+from lightning_zenflow.tuner.wording import in_words, percent
 
 URGENT_RATIO = 3.0
 """So many times the allowed stall, if busy times explain it, is acted on after one window."""
@@ -178,8 +178,8 @@ class UpdateRule:
         self._cannot_keep_up = True
         change = f"update_interval {current} -> {target}: " if target != current else ""
         return target, (
-            f"{change}{model.in_words(current)}; no interval up to {highest} is enough, and with {target} the step is within"
-            f" 2 % of the fastest"
+            f"{change}{model.in_words(current)}; {problem}; no interval up to {highest} is enough, and with {target} the step"
+            " is within 2 % of the fastest"
         )
 
     def _fastest(self, current: int, model: HostModel, lowest: int, highest: int) -> int:
