@@ -1,0 +1,90 @@
+"""`lightning-zenflow estimate MODEL`: memory, step time and intervals, before anybody rents a machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, Literal
+
+from jsonargparse import Namespace
+from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
+
+from lightning_zenflow.costs import Work
+
+from .console import Parser, quiet_deepspeed
+from .estimate_view import as_dict, show
+from .estimation import Estimate, estimate
+from .machine import DTYPES, Given, by_name, here
+from .presets import LINK_RATIO, MEMORY_RATIO, UTILISATION_RATIO, PresetName
+from .sizes import FAMILIES, size_of
+
+DESCRIPTION = f"""What a model takes with ZenFlow, with DeepSpeed's ZeRO-Offload, and with AdamW on the device.
+
+Rates are measured on this machine in some 6 seconds, or those of a --preset: data sheet peaks, of which
+{UTILISATION_RATIO:.0%} count for compute, {LINK_RATIO:.0%} for the link and {MEMORY_RATIO:.0%} for memory. For example:
+lightning-zenflow estimate 7B --preset h100 --batch-tokens 8192"""
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs the subcommand and returns the exit code 0; an argument that is refused ends the program with 2.
+
+    Args:
+        args: Arguments after `estimate`; `None` takes them from `sys.argv`.
+    """
+    quiet_deepspeed()
+    parser = _parser()
+    options = parser.parse_args(args)
+    try:
+        found = _estimate(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.json:
+        sys.stdout.write(json.dumps(as_dict(found), indent=2, allow_nan=False) + "\n")
+    else:
+        show(found)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="lightning-zenflow estimate", description=DESCRIPTION)
+    add = parser.add_argument
+    model = f"Number of parameters (7e9, 7B, 350M), Hugging Face config.json ({', '.join(FAMILIES)}), or class path"
+    add("model", type=str, help=model)
+    add("--model-args", type=dict[str, Any], default={}, help="Arguments of the class, as JSON")
+    add("--devices", type=PositiveInt, default=1, help="Devices, each with a rank of its own")
+    tokens = "Tokens per device and optimizer step, over all its micro-batches"
+    add("--batch-tokens", type=PositiveInt, default=4096, help=tokens)
+    add("--accumulate-grad-batches", type=PositiveInt, default=1, help="Micro-batches of an optimizer step")
+    add("--checkpointing", action="store_true", help="Backward computes the forward pass again")
+    add("--precision", type=Literal["bf16", "fp16", "fp32"], default="bf16", help="Of weights and gradients")
+    add("--topk-ratio", type=ClosedUnitInterval, default=0.1, help="Share of each matrix's columns on the device")
+    interval = "Steps in which every deferred element is updated once; default: the fewest with which the host keeps up"
+    add("--update-interval", type=PositiveInt | None, help=interval)
+    add("--preset", type=PresetName, default="here", help="This machine, measured, or another one by name")
+    add("--device-flops", type=PositiveFloat | None, help="FLOP/s of forward and backward, as achieved")
+    add("--link-bandwidth", type=PositiveFloat | None, help="Host to device, bytes/s per direction, as achieved")
+    add("--host-bandwidth", type=PositiveFloat | None, help="Host memory for one rank, bytes/s, as achieved")
+    add("--cores", type=PositiveInt | None, help="Cores of each rank's background process")
+    add("--json", action="store_true", help="Print JSON, in seconds and bytes")
+    return parser
+
+
+def _estimate(options: Namespace) -> Estimate:
+    size = size_of(options.model, options.model_args)
+    work = Work(
+        numel=size.numel,
+        selected_numel=size.selected_numel(options.topk_ratio),
+        tokens=options.batch_tokens,
+        ranks=options.devices,
+        wire_bytes=DTYPES[options.precision].itemsize,
+        micro_batches=options.accumulate_grad_batches,
+        checkpointing=options.checkpointing,
+        largest_numel=size.largest_numel,
+    )
+    given = Given(options.device_flops, options.link_bandwidth, options.host_bandwidth)
+    if options.preset == "here":
+        tokens = max(1, work.tokens // work.micro_batches)
+        machine = here(tokens, options.precision, options.topk_ratio, work.ranks, options.cores, given)
+    else:
+        machine = by_name(options.preset, options.precision, options.cores, given)
+    return estimate(size, work, options.precision, options.topk_ratio, machine, options.update_interval)

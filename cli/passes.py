@@ -1,0 +1,128 @@
+"""The passes over optimizer state on this machine, in seconds per element: this package's own, and ZeRO-Offload's.
+
+Bounded like everything in `measure`: under 3 seconds and 300 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from lightning_zenflow.adamw import Hyper, adamw_
+from lightning_zenflow.offload.arena import Arena
+from lightning_zenflow.offload.layout import ArenaLayout
+from lightning_zenflow.offload.protocol import Accumulate, Start, Update
+from lightning_zenflow.offload.worker import HostAdamW
+from lightning_zenflow.rates import accumulate_bytes, update_bytes
+
+from .measure import device, median_secs, on_cores
+
+NUMEL = 10_000_000
+BLOCKS = 4
+HYPER = Hyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+OFFLOAD_NUMEL, OFFLOAD_PIECES = 1 << 22, 2
+
+
+@dataclass(frozen=True)
+class HostPasses:
+    """The background process's two passes, alone on its cores.
+
+    Attributes:
+        accumulate_secs: Seconds per element of adding a gradient.
+        update_secs: Seconds per element of AdamW on a block.
+        wire_bytes: Bytes of a gradient element.
+        cores: How many cores worked.
+    """
+
+    accumulate_secs: float
+    update_secs: float
+    wire_bytes: int
+    cores: int
+
+    @property
+    def accumulate_bandwidth(self) -> float:
+        """Memory traffic of adding a gradient, bytes/s."""
+        return accumulate_bytes(self.wire_bytes) / self.accumulate_secs
+
+    @property
+    def update_bandwidth(self) -> float:
+        """Memory traffic of AdamW, bytes/s."""
+        return update_bytes(self.wire_bytes) / self.update_secs
+
+
+def host_passes(dtype: torch.dtype, cores: Collection[int], numel: int = NUMEL) -> HostPasses:
+    """Measures `HostAdamW` on an arena of its own, in this process.
+
+    Args:
+        dtype: Of gradients.
+        cores: Cores to work on, a thread each.
+        numel: Elements of the shard; 21 to 26 bytes each.
+    """
+    arena = Arena.create(ArenaLayout(numel, dtype, BLOCKS))
+    try:
+        with on_cores(cores):
+            torch.set_num_threads(1)  # as in the background process: passes are shared by pieces
+            host = HostAdamW(arena, Start(arena.layout, (numel,), None, "linear"), len(cores), lambda: None)
+            for slot in arena.slots:
+                slot.fill_(1e-3)
+            clock = iter(range(1, 1 << 30))
+
+            def accumulate() -> None:
+                host.accumulate(Accumulate(next(clock) % 2, 1.0, (HYPER.lr,)))
+
+            def update() -> None:
+                step = next(clock)
+                host.ledger.add((HYPER.lr,))  # a block that holds no step would not be updated
+                host.update(Update(step % BLOCKS, step % 2, step, 0.625, (HYPER,)))
+
+            accumulate_secs, update_secs = median_secs(accumulate), median_secs(update, warm_ups=BLOCKS)
+    finally:
+        arena.close()
+    return HostPasses(accumulate_secs / numel, update_secs / -(-numel // BLOCKS), dtype.itemsize, len(cores))
+
+
+@dataclass(frozen=True)
+class OffloadPasses:
+    """What DeepSpeed's ZeRO-Offload does with every element, in seconds per element.
+
+    Attributes:
+        down_secs: A gradient's way from backward to its fp32 place on the host.
+        step_secs: Clipping, Adam and rounding on the host.
+    """
+
+    down_secs: float
+    step_secs: float
+
+
+def offload_passes(dtype: torch.dtype, cores: Collection[int]) -> OffloadPasses:
+    """Measures the tensor operations of DeepSpeed 0.19 one after the other, with PyTorch's AdamW for its compiled one.
+
+    Args:
+        dtype: Of gradients and weights.
+        cores: Cores of the trainer, which does the host's work too.
+    """
+    with on_cores(cores):
+        where = device()
+        grads = [torch.full((OFFLOAD_NUMEL,), 1e-3, device=where, dtype=dtype) for _ in range(OFFLOAD_PIECES)]
+        bucket, reduced = torch.empty_like(grads[0]), torch.empty_like(grads[0])
+        master, host_grad, exp_avg, exp_avg_sq = (torch.zeros(OFFLOAD_PIECES * OFFLOAD_NUMEL) for _ in range(4))
+        rounded = torch.empty(master.shape, dtype=dtype)
+
+        def down() -> None:
+            for grad, place in zip(grads, host_grad.split(OFFLOAD_NUMEL), strict=True):
+                bucket.copy_(grad)
+                bucket.div_(1.0)
+                reduced.copy_(bucket)
+                reduced.double().norm(2)
+                torch.isfinite(reduced.amax()).logical_and(torch.isfinite(reduced.amin()))
+                place.copy_(reduced.float(), non_blocking=True)
+
+        def step() -> None:
+            host_grad.mul_(0.5)
+            adamw_(master, host_grad, exp_avg, exp_avg_sq, HYPER, clock=10)
+            rounded.copy_(master)
+
+        down_secs, step_secs = median_secs(down), median_secs(step)
+    return OffloadPasses(down_secs / master.numel(), step_secs / master.numel())

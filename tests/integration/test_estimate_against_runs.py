@@ -1,0 +1,104 @@
+"""`estimate` against measured runs: two cores of this machine, one of which plays the device, as in `examples/two_core.py`.
+
+The estimate measures models of three and six layers and has to predict models of eight and sixteen. Everything is measured
+in fresh processes, in turn, on the same cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+TOLERANCE_RATIO = 0.25
+STEPS, UPDATE_INTERVAL, TOPK_RATIO = 20, 4, 0.1
+MODES = ("compute", "zenflow", "zero_offload")
+
+Samples = dict[str, list[float]]
+"""Seconds by mode."""
+
+RUN = """
+import json, sys
+from examples import two_core
+mode, tokens, depth, steps, topk_ratio = sys.argv[1], *map(float, sys.argv[2:])
+build = two_core.build_model
+two_core.build_model = lambda: build(depth=int(depth))
+print(json.dumps(two_core.measure(mode, int(tokens), int(steps), topk_ratio)))
+"""
+
+
+def output(*args: object) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=REPO,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def measured_secs(mode: str, tokens: int, depth: int) -> float:
+    """Median step of a real run, without its first steps."""
+    found = json.loads(output("-c", RUN, mode, tokens, depth, STEPS, TOPK_RATIO).strip().splitlines()[-1])
+    return float(found["median"]) / 1e3
+
+
+def estimated_secs(numel: int, tokens: int) -> dict[str, float]:
+    """What the command says, from rates that it measures itself."""
+    options = ("--batch-tokens", tokens, "--update-interval", UPDATE_INTERVAL, "--topk-ratio", TOPK_RATIO, "--json")
+    found: dict[str, Any] = json.loads(output("-m", "lightning_zenflow.cli", "estimate", numel, *options))
+    return {
+        "compute": found["on_device"]["step"]["compute_secs"],
+        "zenflow": found["zenflow"]["step"]["step_secs"],
+        "zero_offload": found["zero_offload"]["step"]["step_secs"],
+    }
+
+
+def collect(tokens: int, depth: int, estimated: Samples, measured: Samples) -> None:
+    """Adds two estimates with runs of every mode between them, so that a machine that drifts does less harm."""
+    numel = depth * (2 * 1024 * 4096 + 4096 + 1024)
+    before = estimated_secs(numel, tokens)
+    for mode in MODES:
+        measured[mode].append(measured_secs(mode, tokens, depth))
+    after = estimated_secs(numel, tokens)
+    for mode in MODES:
+        estimated[mode] += [before[mode], after[mode]]
+
+
+def too_far(estimated: Samples, measured: Samples) -> list[str]:
+    """The modes whose median estimate is too far from the median of what was measured."""
+    wrong = []
+    for mode in MODES:
+        estimate, real = statistics.median(estimated[mode]), statistics.median(measured[mode])
+        if abs(estimate - real) > TOLERANCE_RATIO * real:
+            wrong.append(f"{mode}: estimated {1e3 * estimate:.0f} ms, measured {1e3 * real:.0f} ms")
+    return wrong
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="one core plays the device, the other the host")
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="DeepSpeed compiles its CPU Adam for ZeRO-Offload")
+@pytest.mark.parametrize(("tokens", "depth"), [(32, 8), (256, 8), (64, 4)])
+def test_an_estimate_is_within_a_quarter_of_what_is_measured(tokens: int, depth: int) -> None:
+    estimated: Samples = defaultdict(list)
+    measured: Samples = defaultdict(list)
+    collect(tokens, depth, estimated, measured)
+    for _ in range(2):  # something else may have kept the machine busy: again then, and all of it counts
+        if not too_far(estimated, measured):
+            break
+        collect(tokens, depth, estimated, measured)
+    assert not too_far(estimated, measured), (dict(estimated), dict(measured))
