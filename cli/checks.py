@@ -59,7 +59,7 @@ def guarded(name: str, look: Callable[[], Check], on_error: Verdict = "warn") ->
         return look()
     except Exception as error:
         reason = " ".join(str(error).split()) or "no reason given"
-        return Check(name, on_error, f"could not be checked: {type(error).__name__}: {reason}", "See the reason.")
+        return Check(name, on_error, f"could not be checked: {type(error).__name__}: {reason}")
 
 
 def python() -> Check:

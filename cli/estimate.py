@@ -20,7 +20,7 @@ from .sizes import FAMILIES, size_of
 
 DESCRIPTION = f"""What a model takes with ZenFlow, with DeepSpeed's ZeRO-Offload, and with AdamW on the device.
 
-Rates are measured on this machine in some 6 seconds, or those of a --preset: data sheet peaks, of which
+Rates are measured on this machine in some 8 seconds, or those of a --preset: data sheet peaks, of which
 {UTILISATION_RATIO:.0%} count for compute, {LINK_RATIO:.0%} for the link and {MEMORY_RATIO:.0%} for memory. For example:
 lightning-zenflow estimate 7B --preset h100 --batch-tokens 8192"""
 

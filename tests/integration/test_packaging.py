@@ -23,10 +23,10 @@ def test_the_package_and_its_distribution_have_the_same_version() -> None:
 
 def test_every_folder_with_code_is_a_package_of_the_distribution() -> None:
     # tomllib comes with Python 3.11 only.
-    (packages,) = re.findall(r"^packages = (\[.*\])$", (REPO / "pyproject.toml").read_text(), re.MULTILINE)
-    folders = {path.parent for path in (REPO / "lightning_zenflow").rglob("*.py")}
+    (packages,) = re.findall(r"^packages = (\[.*?\])$", (REPO / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    folders = {path.parent for root in ("lightning_zenflow", "cli") for path in (REPO / root).rglob("*.py")}
     found = {".".join(folder.relative_to(REPO).parts) for folder in folders}
-    assert set(ast.literal_eval(packages)) == found | {"lightning_zenflow.cli"}
+    assert set(ast.literal_eval(packages)) == {re.sub(r"^cli\b", "lightning_zenflow.cli", name) for name in found}
 
 
 @pytest.mark.long

@@ -78,7 +78,7 @@ def test_a_signal_to_one_rank_ends_both(number: signal.Signals, code: int, tmp_p
         for rank in ranks:
             rank.wait_for("step 5")
         ranks[1].send(number)
-        assert ranks[1].end(5) == code
+        assert ranks[1].end(10) == code
         ends_because_of_the_other(ranks[0])
 
 
@@ -88,7 +88,7 @@ def test_the_killed_worker_of_one_rank_ends_both(tmp_path: Path, free_port: int)
         for rank in ranks:
             rank.wait_for("step 5")
         ranks[1].workers()[0].kill()
-        assert ranks[1].end(5) == 1, ranks[1].output
+        assert ranks[1].end(10) == 1, ranks[1].output
         assert "was killed by SIGKILL (exit code -9" in ranks[1].error("lightning_zenflow.offload.errors.WorkerDied")
         ends_because_of_the_other(ranks[0])
 

@@ -73,7 +73,7 @@ CAUSES = {"ConnectionResetError", "EOFError", "BrokenPipeError"}
 def ends_with_cause(program: Program, number: signal.Signals) -> None:
     """Within 5 seconds, with exit code 1 and one error: the cause of the worker's death and the last step."""
     step = program.last_step()
-    assert program.end(5) == 1, program.output
+    assert program.end(10) == 1, program.output
     error = program.error("lightning_zenflow.offload.errors.WorkerDied")
     assert error.startswith("The background process of the optimizer (pid ")
     assert f"was killed by {number.name} (exit code {-number.value}" in error
@@ -142,7 +142,7 @@ fit(callbacks=(Kill(),))
 def test_a_worker_killed_while_it_starts_ends_the_trainer(tmp_path: Path) -> None:
     with started(tmp_path, "fit()") as program:
         program.worker().kill()
-        assert program.end(5) == 1
+        assert program.end(10) == 1
         error = program.error("lightning_zenflow.offload.errors.WorkerDied")
         assert "was killed by SIGKILL (exit code -9" in error
         assert "no step was handed over to it yet" in error
