@@ -91,7 +91,7 @@ def run(command: list[str], cwd: Path, timeout: float = 110) -> str:
 
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:
-    assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "json"}
+    assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "json", "text"}
     assert [block.language for block in SETUP] == ["bash", "bash"]
 
 
@@ -183,6 +183,16 @@ def test_symptoms_in_the_troubleshooting_table_are_words_of_real_messages() -> N
         # What a message fills in is not in the source: names after dashes, and whatever the README leaves out.
         parts = [re.sub(r"--\S+ |: strategy=.*", "", part).strip() for part in symptom.split("...")]
         assert all(part in said for part in parts), symptom
+
+
+def test_the_reason_shown_is_worded_as_the_tuner_words_it() -> None:
+    from lightning_zenflow.tuner import Controller, Intervals, TunerOptions, Window
+
+    controller = Controller(TunerOptions(tune_update=False), Intervals(4, 64))
+    window = Window(16, 0.071, 0.0, 0.016, 0.001, 0.001, disagreement=0.5)
+    reason = next(decision.reason for decision in map(controller.decide, [window] * 4) if decision.changed)
+    (shown,) = of("text")
+    assert re.sub(r"[\d.]+", "#", shown.text.strip()) == re.sub(r"[\d.]+", "#", f"ZenFlow, step 67: {reason}")
 
 
 def test_limits_named_in_the_readme_are_those_of_the_package() -> None:
