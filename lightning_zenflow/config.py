@@ -14,6 +14,32 @@ AUTO_SELECT_INTERVAL_STEPS = 64
 """Where `select_interval="auto"` begins (in steps), before anything is measured."""
 
 
+MAX_UPDATE_INTERVAL_STEPS = 1000
+"""More blocks than that only cost time: the host gets a message for each."""
+
+MAX_SELECT_INTERVAL_STEPS = 10**9
+
+
+def check_interval(name: str, value: Any, rule: str = "a whole number") -> None:
+    """Refuses what is no interval in steps.
+
+    Args:
+        name: `update_interval` or `select_interval`, for its limit and for the message.
+        value: Not `auto`.
+        rule: What to call it.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is out of range.
+    """
+    limit = MAX_UPDATE_INTERVAL_STEPS if name == "update_interval" else MAX_SELECT_INTERVAL_STEPS
+    message = f"`{name}` must be {rule}, got {value!r}. It counts steps, from 1 to {limit}."
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(message)
+    if not 1 <= value <= limit:
+        raise ValueError(message)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZenFlowConfig:
     """Settings of ZenFlow; the keys of DeepSpeed's `"zenflow"` block keep their names and meaning.
@@ -104,12 +130,8 @@ class ZenFlowConfig:
         self._require(name, 0 <= value <= 1, "a number from 0 to 1", remedy="0.1 means ten percent.")
 
     def _check_interval(self, name: str) -> None:
-        value = getattr(self, name)
-        if value == "auto":
-            return
-        rule = 'a whole number of at least 1, or "auto"'
-        self._require(name, isinstance(value, int) and not isinstance(value, bool), rule, TypeError)
-        self._require(name, value >= 1, rule)
+        if getattr(self, name) != "auto":
+            check_interval(name, getattr(self, name), 'a whole number of at least 1, or "auto"')
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)

@@ -22,11 +22,18 @@ class _Postponed:
         self.arrived: list[int] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in self.arrived:
+        if number in self.arrived:
             # Asked a second time: whoever waits for a host that hangs gets out, if with a step in pieces.
             self.arrived.remove(number)
             self.hand_over(number, frame)
         self.arrived.append(number)
+
+    def hand_over_all(self) -> None:
+        if self.arrived:
+            try:
+                self.hand_over(self.arrived.pop(0))
+            finally:  # Ctrl-C raises, and the others are heard all the same
+                self.hand_over_all()
 
     def hand_over(self, number: int, frame: FrameType | None = None) -> None:
         handler = self.handlers[number]
@@ -41,9 +48,9 @@ _active: _Postponed | None = None
 def postponed() -> Iterator[None]:
     """Handlers of Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 run after the block, in the order of arrival.
 
-    Only those that are Python functions: a signal that ends the process still ends it at once. A second Ctrl-C does not
-    wait. If the block raises, that error is the one that is shown: a Ctrl-C that waited is dropped. In a thread that is not
-    the main one, and within another such block, this does nothing: Python runs handlers in the main thread alone.
+    Only those that are Python functions: a signal that ends the process still ends it at once. One that comes a second time
+    does not wait. If the block raises, that error is the one that is shown: a Ctrl-C that waited is dropped. In a thread
+    that is not the main one, and within another such block, this does nothing: Python runs handlers in the main thread.
     """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
@@ -64,5 +71,4 @@ def postponed() -> Iterator[None]:
         for number, handler in waiting.handlers.items():
             if callable(handler):
                 signal.signal(number, handler)
-        for number in waiting.arrived:
-            waiting.hand_over(number)
+        waiting.hand_over_all()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from lightning_zenflow import arguments, ds_config
-from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.config import ZenFlowConfig, check_interval
 from lightning_zenflow.environment import TorchThreads, check_accelerator, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
@@ -347,16 +347,24 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """Other intervals from the next step on, in steps. Every rank must call it with the same values, between steps.
 
         A new `update_interval` settles first (see `settle`), so that no gradient is lost. The next selection comes
-        `select_interval` steps after the last one.
+        `select_interval` steps after the last one. A step begins with the `training_step` of its first micro-batch, and
+        ends with the optimizer step; hooks such as `on_train_batch_start` and `on_train_batch_end` are in between.
 
         Raises:
             RuntimeError: No training is under way, or the next step has begun.
-            ValueError: An interval is no whole number of at least 1, or the host's memory has no room for so few blocks.
+            TypeError: An interval is no whole number.
+            ValueError: It is out of range, or the host's memory has no room for so few blocks.
         """
-        for name, value in (("update_interval", update_interval), ("select_interval", select_interval)):
-            if not (isinstance(value, int) and value >= 1) and not (name == "select_interval" and value is None):
-                raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}. It counts steps.")
-        self._training("change_intervals").change_intervals(update_interval, select_interval)
+        check_interval("update_interval", update_interval)
+        if select_interval is not None:
+            check_interval("select_interval", select_interval)
+        zero = self._training("change_intervals")
+        if self._step_is_open:
+            raise RuntimeError(
+                "Intervals must be changed between two steps, got a call within one. Call it in `on_train_batch_end`, and"
+                " with accumulation after the last batch of a step."
+            )
+        zero.change_intervals(update_interval, select_interval)
 
     def teardown(self) -> None:
         """Ends the background process and makes the module an ordinary one again, also after an exception."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
 
-from lightning_zenflow.callbacks.record import Change, read_changes
+from lightning_zenflow.callbacks.record import read_changes
+from lightning_zenflow.config import check_interval
 from lightning_zenflow.strategy import ZenFlowStrategy, zenflow_strategy
 from lightning_zenflow.tuner import Controller, Decision, Intervals, Observation, TunerOptions, Window, WindowCollector
+
+CHECKPOINT_KEY = "zenflow_tuner"
 
 
 class AutoTuner(Callback):
@@ -72,10 +75,10 @@ class AutoTuner(Callback):
         strategy = zenflow_strategy(trainer, type(self).__name__)
         self.decisions = []
         self._last_step = strategy.step_stats.step
+        self._refuse(strategy)
         if self._changes is not None:
             self._replay(strategy)
             return
-        self._refuse(strategy)
         options = self._options(strategy)
         self._controller = Controller(options, Intervals(*strategy.intervals))
         if self._learned is not None:
@@ -114,16 +117,24 @@ class AutoTuner(Callback):
                 self._decide(strategy, window)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._learned = self.state_dict().get("controller")
+        self._learned = self.learned
         self._controller = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was learned: plain numbers and strings."""
-        learned = self._learned if self._controller is None else self._controller.state_dict()
-        return {} if learned is None else {"controller": learned}
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._learned = state_dict.get("controller")
+    @property
+    def learned(self) -> dict[str, Any] | None:
+        """What was learned so far: plain numbers and strings; `None` if nothing."""
+        return self._learned if self._controller is None else self._controller.state_dict()
+
+    # Not `state_dict`: Lightning would ask whoever loads the weights for this callback, which nobody has put there.
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.learned is not None:
+            checkpoint[CHECKPOINT_KEY] = self.learned
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._learned = checkpoint.get(CHECKPOINT_KEY, self._learned)
 
     # -- the work ---------------------------------------------------------------------------------------------------
 
@@ -166,31 +177,55 @@ class AutoTuner(Callback):
             select_unit_steps=facts.select_unit_steps,
         )
 
-    @staticmethod
-    def _refuse(strategy: ZenFlowStrategy) -> None:
+    def _refuse(self, strategy: ZenFlowStrategy) -> None:
         if not strategy.zenflow.is_automatic:
             raise ValueError(
                 "`update_interval` or `select_interval` must be 'auto' for AutoTuner, got"
                 f" {strategy.zenflow.update_interval} and {strategy.zenflow.select_interval}. Set one of them to auto, or"
                 " remove the callback."
             )
-        if torch.are_deterministic_algorithms_enabled():
-            raise ValueError(
-                "`deterministic` must be left out of the Trainer with AutoTuner, got deterministic algorithms: measured times"
-                " are never the same twice. Give it `replay`, or remove the callback: intervals then stay as they begin."
-            )
+        if self._changes is None:
+            if torch.are_deterministic_algorithms_enabled():
+                raise ValueError(
+                    "`deterministic` must be left out of the Trainer with AutoTuner, got deterministic algorithms: measured"
+                    " times are never the same twice. Give it `replay`, or remove the callback: intervals then stay as they"
+                    " begin."
+                )
+            return
+        selects = strategy.intervals[1] is not None
+        for step, (_, select_interval) in self._changes.items():
+            if (select_interval is not None) != selects:
+                raise ValueError(
+                    f"`replay` must {'hold' if selects else 'leave out'} selection intervals with `topk_ratio`"
+                    f" {strategy.zenflow.topk_ratio}, got {select_interval} at step {step}. Record a run with these settings."
+                )
 
 
 def _pair(intervals: Intervals) -> tuple[int, int | None]:
     return intervals.update_interval, intervals.select_interval
 
 
-def _changes(replay: str | Path | Sequence[Change]) -> Mapping[int, tuple[int, int | None]]:
-    changes = read_changes(Path(replay)) if isinstance(replay, (str, Path)) else list(replay)
-    for change in changes:
-        if len(change) != 3 or not all(value is None or isinstance(value, int) for value in change):
-            raise ValueError(
-                f"`replay` must hold changes (step, update_interval, select_interval), got {change!r}. Take them from the"
-                " record of an earlier run."
-            )
-    return {step: (update_interval, select_interval) for step, update_interval, select_interval in changes}
+def _changes(replay: Any) -> Mapping[int, tuple[int, int | None]]:
+    """Steps and the intervals that hold after them.
+
+    Raises:
+        ValueError: It is no record, or not a list of changes in order.
+    """
+    changes = read_changes(Path(replay)) if isinstance(replay, (str, Path)) else replay
+    found: dict[int, tuple[int, int | None]] = {}
+    try:
+        for step, update_interval, select_interval in changes:
+            if type(step) is not int or step <= max(found, default=-1):
+                raise ValueError(f"steps must rise from 0, got {step!r}")
+            check_interval("update_interval", update_interval)
+            if select_interval is not None:
+                check_interval("select_interval", select_interval)
+            found[step] = (update_interval, select_interval)
+        if not found:
+            raise ValueError("it is empty")
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`replay` must be a record, or a list of changes (step, update_interval, select_interval), got"
+            f" {replay!r}: {error}. Take it from an earlier run."
+        ) from error
+    return found

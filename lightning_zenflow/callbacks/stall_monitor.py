@@ -33,16 +33,20 @@ class StallMonitor(Callback):
         progress_bar: Shows the stall, as a share of the step time over the last 32 steps.
 
     Raises:
-        TypeError: The Trainer's strategy is not `ZenFlowStrategy`.
-        ValueError: `record_every_n_steps` is below 1.
+        TypeError: The Trainer's strategy is not `ZenFlowStrategy`, or an argument has the wrong type.
+        ValueError: `record_every_n_steps` is below 1, or `record` cannot be written.
     """
 
     def __init__(
         self, *, record: bool | str | Path = False, record_every_n_steps: int = 1, progress_bar: bool = False
     ) -> None:
-        if record_every_n_steps < 1:
-            raise ValueError(
-                f"`record_every_n_steps` must be at least 1, got {record_every_n_steps}. 1 records every step."
+        if not isinstance(record, (bool, str, Path)):
+            raise TypeError(f"`record` must be true, false or a path, got {record!r}. true is zenflow.jsonl.")
+        if type(record_every_n_steps) is not int or record_every_n_steps < 1:
+            error = TypeError if type(record_every_n_steps) is not int else ValueError
+            raise error(
+                f"`record_every_n_steps` must be a whole number of at least 1, got {record_every_n_steps!r}. 1 records every"
+                " step."
             )
         self._path = Path("zenflow.jsonl") if record is True else Path(record) if record else None
         self._every_n_steps = record_every_n_steps
@@ -52,6 +56,8 @@ class StallMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         zenflow_strategy(trainer, type(self).__name__)
+        if stage == "fit" and self._path is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._open_record(trainer, self._path)  # before anything is started that a bad path would have to end
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = zenflow_strategy(trainer, type(self).__name__)
@@ -59,8 +65,12 @@ class StallMonitor(Callback):
         self._recorded_step = self._decided_step = strategy.step_stats.step
         self._stall_ratio = RunningMean(window=_SMOOTHING_STEPS)
         self._start_secs = time.perf_counter()
-        if self._path is not None:
-            self._open_record(trainer, strategy, self._path)
+        self._is_begun = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self._record is not None and not self._is_begun:  # only now are the intervals those that it begins with
+            self._is_begun = True
+            self._begin_record(self._record, trainer, zenflow_strategy(trainer, type(self).__name__))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         strategy = zenflow_strategy(trainer, type(self).__name__)
@@ -80,22 +90,30 @@ class StallMonitor(Callback):
             logger.log_metrics(metrics, step=step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._record is not None:
-            self._write_decisions(trainer)
-        self._close_record()
+        self._close_record(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close_record()
+        self._close_record(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close_record(trainer)
 
     # -- the record -------------------------------------------------------------------------------------------------
 
-    def _open_record(self, trainer: Trainer, strategy: ZenFlowStrategy, path: Path) -> None:
+    def _open_record(self, trainer: Trainer, path: Path) -> None:
         folder = trainer.log_dir or trainer.default_root_dir  # the same on all ranks: rank zero's is broadcast
         if trainer.global_rank:
             path = path.with_suffix(f".rank{trainer.global_rank}{path.suffix}")
-        self._record = Record(Path(folder) / path)
+        try:
+            self._record = Record(Path(folder) / path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"`record` must be a file that can be written, got {str(Path(folder) / path)!r}: {error}. Give another path."
+            ) from error
+
+    def _begin_record(self, record: Record, trainer: Trainer, strategy: ZenFlowStrategy) -> None:
         update_interval, select_interval = strategy.intervals
-        self._record.write(
+        record.write(
             "run",
             format=FORMAT,
             started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -146,8 +164,9 @@ class StallMonitor(Callback):
                     window=asdict(decision.window),
                 )
 
-    def _close_record(self) -> None:
+    def _close_record(self, trainer: Trainer) -> None:
         if self._record is not None:
+            self._write_decisions(trainer)
             self._record.close()
             self._record = None
 

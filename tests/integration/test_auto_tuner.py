@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zenflow import AutoTuner, StallMonitor, ZenFlowStrategy
 from lightning_zenflow.tuner import Observation, WindowCollector
@@ -221,6 +222,29 @@ def test_the_next_fit_goes_on_with_what_was_learned() -> None:
     assert first.tuners == second.tuners
 
 
+class Failing(Slow):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 30:
+            raise ValueError("enough")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_was_learned_survives_an_exception() -> None:
+    tuner = AutoTuner()
+    with host_that_takes(*SLOW_HOST), pytest.raises(ValueError, match="enough"):
+        fit(Failing(), batches(40), zenflow=AUTO, callbacks=[tuner])
+    assert tuner.learned is not None and tuner.learned["intervals"]["update_interval"] > 4
+
+
+def test_a_checkpoint_of_a_tuned_run_is_evaluated_without_a_word(tmp_path: Path) -> None:
+    checkpoints, twin = (ModelCheckpoint(tmp_path, every_n_train_steps=20) for _ in range(2))
+    made = trainer(AUTO, callbacks=[checkpoints], enable_checkpointing=True)
+    made.fit(Small(), batches(20))
+    made.validate(Small(), batches(2), ckpt_path=checkpoints.best_model_path)
+    other = trainer(AUTO, callbacks=[twin], enable_checkpointing=True)
+    other.validate(Small(), batches(2), ckpt_path=checkpoints.best_model_path)
+
+
 def test_what_was_learned_is_in_a_checkpoint_that_loads_as_weights_only_and_goes_on_from_there(tmp_path: Path) -> None:
     """FAULTS 21, 24."""
 
@@ -229,26 +253,27 @@ def test_what_was_learned_is_in_a_checkpoint_that_loads_as_weights_only_and_goes
             trainer.save_checkpoint(tmp_path / "saved")
 
     intervals, tuner = Intervals(), AutoTuner()
-    train_slowly(intervals, Save(), tuner)
+    module, made = train_slowly(intervals, Save(), tuner)
     (file,) = (tmp_path / "saved").rglob("*model_states.pt")
-    state = torch.load(file, weights_only=True)["callbacks"][tuner.state_key]
-    assert json.loads(json.dumps(state)) == state
+    checkpoint = torch.load(file, weights_only=True)
+    assert json.loads(json.dumps(checkpoint["zenflow_tuner"])) == checkpoint["zenflow_tuner"] == tuner.learned
+    assert tuner.state_key not in checkpoint["callbacks"], "Lightning would ask for it where weights alone are loaded"
     resumed, again = AutoTuner(), Intervals()
-    resumed.load_state_dict(state)
+    resumed.on_load_checkpoint(made, module, checkpoint)
     train_slowly(again, resumed, count=2)
     assert again.seen[0] == intervals.seen[-1]
 
 
 def test_what_was_learned_does_not_override_what_is_fixed_now() -> None:
     tuner = AutoTuner()
-    train_slowly(Intervals(), tuner, count=30)
-    assert tuner.state_dict()["controller"]["intervals"]["update_interval"] > 4
+    _, made = train_slowly(Intervals(), tuner, count=30)
+    assert tuner.learned is not None and tuner.learned["intervals"]["update_interval"] > 4
     for zenflow, expected in (
         ({**AUTO, "update_interval": 3}, (3, 64)),
-        ({"topk_ratio": 0}, (tuner.state_dict()["controller"]["intervals"]["update_interval"], None)),
+        ({"topk_ratio": 0}, (tuner.learned["intervals"]["update_interval"], None)),
     ):
         intervals, resumed = Intervals(), AutoTuner()
-        resumed.load_state_dict(tuner.state_dict())
+        resumed.on_load_checkpoint(made, Small(), {"zenflow_tuner": tuner.learned})
         fit(Small(), batches(3), zenflow=zenflow, callbacks=[intervals, resumed])
         assert intervals.seen[0] == expected
 
@@ -262,7 +287,15 @@ def test_what_was_learned_does_not_override_what_is_fixed_now() -> None:
         ({"max_update_interval": 0}, ValueError, "`max_update_interval` must be .*1 or more, got 0"),
         ({"min_update_interval": 9, "max_update_interval": 8}, ValueError, "`max_update_interval` must be at least"),
         ({"max_select_interval": 1.5}, TypeError, "`max_select_interval` must be a whole number of steps.*, got 1.5"),
-        ({"replay": [(0, 4)]}, ValueError, r"`replay` must hold changes .*, got \(0, 4\)"),
+        ({"replay": [(0, 4)]}, ValueError, r"`replay` must be a record, or a list of changes .*, got \[\(0, 4\)\]"),
+        ({"replay": 5}, ValueError, "`replay` must be a record, or .* got 5"),
+        ({"replay": []}, ValueError, "it is empty"),
+        ({"replay": [(-5, 4, 8)]}, ValueError, "steps must rise from 0, got -5"),
+        ({"replay": [(5, 2, 64), (5, 3, 64)]}, ValueError, "steps must rise from 0, got 5"),
+        ({"replay": [(None, 4, 8)]}, ValueError, "steps must rise from 0, got None"),
+        ({"replay": [(0, 0, 8)]}, ValueError, "`update_interval` must be a whole number, got 0"),
+        ({"replay": [(0, 10**30, 8)]}, ValueError, "It counts steps, from 1 to 1000"),
+        ({"replay": [(0, 4, True)]}, ValueError, "`select_interval` must be a whole number, got True"),
         ({"replay": "nowhere.jsonl"}, ValueError, "`replay` must be the record of a run, got 'nowhere.jsonl'"),
     ],
 )
@@ -279,29 +312,44 @@ def test_it_wants_something_to_tune_and_the_right_strategy() -> None:
         fit(Small(), zenflow=fixed, callbacks=[AutoTuner()])
     with pytest.raises(TypeError, match="`strategy` must be zenflow for AutoTuner, got SingleDeviceStrategy"):
         fit_plainly(Small(), callbacks=[AutoTuner()])
+    with pytest.raises(
+        ValueError, match="`replay` must leave out selection intervals with `topk_ratio` 0, got 64 at step 0"
+    ):
+        fit(Small(), zenflow={"topk_ratio": 0}, callbacks=[AutoTuner(replay=[(0, 4, 64)])])
 
 
 def test_intervals_are_changed_between_steps_of_a_training_only() -> None:
     class Change(Callback):
+        steps = 0
+
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            for update_interval, select_interval in ((0, 4), (2.5, 4), (4, 0)):
-                with pytest.raises(ValueError, match="must be a whole number of at least 1, got"):
+            for update_interval, select_interval in ((0, 4), (2.5, 4), (4, 0), (1001, 4), (True, 4), (4, 2.5)):
+                with pytest.raises(
+                    (TypeError, ValueError), match=r"must be a whole number, got .* It counts steps, from 1"
+                ):
                     trainer.strategy.change_intervals(update_interval, select_interval)
             with pytest.raises(ValueError, match="`select_interval` must stay a number of steps, got None"):
                 trainer.strategy.change_intervals(4, None)
 
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             with pytest.raises(RuntimeError, match="Intervals must be changed between two steps"):
                 trainer.strategy.change_intervals(2, 5)
 
+        on_before_optimizer_step = on_before_zero_grad
+
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            trainer.strategy.change_intervals(2, 5)
+            if trainer.strategy.step_stats.step == self.steps:
+                with pytest.raises(RuntimeError, match="Intervals must be changed between two steps"):
+                    trainer.strategy.change_intervals(2, 5)
+            else:
+                trainer.strategy.change_intervals(2, 5)
+                self.steps = trainer.strategy.step_stats.step
 
     strategy = strategy_of({"update_interval": 4, "select_strategy": "step", "select_interval": 7})
     with pytest.raises(RuntimeError, match=r"`change_intervals` must be called while `trainer\.fit` runs"):
         strategy.change_intervals(2, 5)
     follows = FollowsReference()
-    fit(Small(), strategy=strategy, callbacks=[Change(), follows])
+    fit(Small(), batches(20), strategy=strategy, callbacks=[Change(), follows], accumulate_grad_batches=2)
     follows.assert_equal(steps=10)
     assert follows.changes == 1
 

@@ -172,6 +172,40 @@ def test_every_rank_has_a_record_of_its_own(run_ranks: Any, tmp_path: Path) -> N
         assert any(name == "exchange" for step in steps for _, name, *_ in step["spans"])
 
 
-def test_steps_between_records_are_a_count() -> None:
-    with pytest.raises(ValueError, match="`record_every_n_steps` must be at least 1, got 0"):
-        StallMonitor(record_every_n_steps=0)
+def test_a_full_disk_ends_the_record_and_not_the_training() -> None:
+    with pytest.warns(UserWarning, match="The record '/dev/full' ends here: .*No space left.* Training goes on"):
+        made = fit(Small(), zenflow=SETTINGS, callbacks=[StallMonitor(record="/dev/full")])
+    assert made.global_step == 10
+
+
+def test_a_record_begins_with_what_the_tuner_had_learned_wherever_it_stands(tmp_path: Path) -> None:
+    monitor, tuner = StallMonitor(record=tmp_path / "a.jsonl"), AutoTuner(max_update_interval=2)
+    made = fit(Small(), batches(12), zenflow=SETTINGS, callbacks=[monitor, tuner])
+    made.fit_loop.max_epochs = 2
+    made.fit(Small(), batches(4))
+    assert [run["update_interval"] for run in lines(tmp_path / "a.jsonl", "run")] == [4, 2]
+    assert lines(tmp_path / "a.jsonl", "step")[-4]["update_interval"] == 2 == read_changes(tmp_path / "a.jsonl")[0][1]
+
+
+def test_a_dry_run_leaves_no_record(tmp_path: Path) -> None:
+    fit(Small(), zenflow=SETTINGS, callbacks=[StallMonitor(record=tmp_path / "a.jsonl")], fast_dev_run=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"record_every_n_steps": 0}, ValueError, "`record_every_n_steps` must be a whole number of at least 1, got 0"),
+        ({"record_every_n_steps": 2.5}, TypeError, "`record_every_n_steps` must be a whole number .* got 2.5"),
+        ({"record": 1}, TypeError, "`record` must be true, false or a path, got 1"),
+    ],
+)
+def test_arguments_are_refused_when_they_are_given(arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        StallMonitor(**arguments)
+
+
+@pytest.mark.parametrize("path", ["/proc/nowhere/a.jsonl", "/dev", "a\0b"])
+def test_a_record_that_cannot_be_written_is_refused_before_anything_starts(path: str) -> None:
+    with pytest.raises(ValueError, match="`record` must be a file that can be written, got"):
+        fit(Small(), zenflow=SETTINGS, callbacks=[StallMonitor(record=path)])

@@ -65,6 +65,26 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
     assert done == ["first"]
 
 
+def test_any_signal_that_comes_twice_does_not_wait(arrived: list[int]) -> None:
+    with postponed():
+        send(signal.SIGTERM)
+        assert arrived == []
+        send(signal.SIGTERM)
+        assert arrived == [signal.SIGTERM]
+    assert arrived == [signal.SIGTERM, signal.SIGTERM]
+
+
+def test_ctrl_c_does_not_hide_the_signals_behind_it(arrived: list[int]) -> None:
+    def both() -> None:
+        with postponed():
+            send(signal.SIGINT)
+            send(signal.SIGUSR1)
+
+    with pytest.raises(KeyboardInterrupt):
+        both()
+    assert arrived == [signal.SIGUSR1]
+
+
 def test_an_inner_block_ends_without_running_handlers(arrived: list[int]) -> None:
     with postponed():
         with postponed():
