@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from lightning_zenflow.offload.layout import ArenaLayout
 
 from . import checks, measure
 from .checks import Check, Verdict, guarded
-from .console import Parser, console, quiet_deepspeed, seconds, table
+from .console import Parser, console, quiet_deepspeed, seconds, table, write
 from .passes import BLOCKS, host_passes
 
 DESCRIPTION = """Checks whether ZenFlow can run on this machine, and measures what its speed depends on, in some 15 seconds.
@@ -43,7 +42,7 @@ def main(args: list[str] | None = None) -> int:
     will_run = all(row.verdict != "fail" for row in rows)
     if options.json:
         found = {"will_run": will_run, "checks": [dataclasses.asdict(row) for row in rows]}
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        write(json.dumps(found, indent=2) + "\n")
     else:
         _show(rows, will_run)
     return 0 if will_run else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import reprlib
 from typing import Any, Literal
 
 from jsonargparse import Namespace
@@ -11,18 +11,25 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
 from lightning_zenflow.costs import Work
 
-from .console import Parser, quiet_deepspeed
+from .console import Parser, quiet_deepspeed, write
+from .estimate_config import FAMILIES
 from .estimate_view import as_dict, show
 from .estimation import Estimate, estimate
 from .machine import DTYPES, Given, by_name, here
 from .presets import LINK_RATIO, MEMORY_RATIO, UTILISATION_RATIO, PresetName
-from .sizes import FAMILIES, size_of
+from .sizes import size_of
 
 DESCRIPTION = f"""What a model takes with ZenFlow, with DeepSpeed's ZeRO-Offload, and with AdamW on the device.
 
 Rates are measured on this machine in some 8 seconds, or those of a --preset: data sheet peaks, of which
 {UTILISATION_RATIO:.0%} count for compute, {LINK_RATIO:.0%} for the link and {MEMORY_RATIO:.0%} for memory. For example:
 lightning-zenflow estimate 7B --preset h100 --batch-tokens 8192"""
+
+MOST = {"devices": 10**6, "batch_tokens": 10**12, "update_interval": 10**6, "cores": 10**4}
+"""Far above every machine and run there is; what is larger is a slip, and formulas in floats need not bear it."""
+
+RATES, LEAST_RATE, MOST_RATE = ("device_flops", "link_bandwidth", "host_bandwidth"), 1e3, 1e21
+"""Whoever means GB/s and leaves out the e9 is told so."""
 
 
 def main(args: list[str] | None = None) -> int:
@@ -39,7 +46,7 @@ def main(args: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if options.json:
-        sys.stdout.write(json.dumps(as_dict(found), indent=2, allow_nan=False) + "\n")
+        write(json.dumps(as_dict(found), indent=2, allow_nan=False) + "\n")
     else:
         show(found)
     return 0
@@ -69,7 +76,32 @@ def _parser() -> Parser:
     return parser
 
 
+def _check_ranges(options: Namespace) -> None:
+    for name, most in MOST.items():
+        value = options[name]
+        if value is not None and value > most:
+            raise ValueError(f"{_written(name)} must be at most {most}, got {reprlib.repr(value)}. Give a smaller one.")
+    if options.accumulate_grad_batches > options.batch_tokens:
+        raise ValueError(
+            f"`--accumulate-grad-batches` must be at most `--batch-tokens` {options.batch_tokens}, got"
+            f" {reprlib.repr(options.accumulate_grad_batches)}. Give the tokens of all micro-batches together."
+        )
+    for name in RATES:
+        rate = options[name]
+        if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
+            unit = "FLOP/s" if name == "device_flops" else "bytes/s"
+            raise ValueError(
+                f"{_written(name)} must be from {LEAST_RATE:.0e} to {MOST_RATE:.0e} {unit}, got {rate:g}. Write for example"
+                " 2e10."
+            )
+
+
+def _written(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
 def _estimate(options: Namespace) -> Estimate:
+    _check_ranges(options)
     size = size_of(options.model, options.model_args)
     work = Work(
         numel=size.numel,

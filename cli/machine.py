@@ -69,10 +69,19 @@ class Given:
 
 
 def by_name(name: str, precision: str, cores: int | None, given: Given) -> Machine:
-    """The machine of a preset."""
+    """The machine of a preset.
+
+    Raises:
+        ValueError: Other `cores` than those with which the preset was measured.
+    """
     preset = PRESETS[name]
     wire_bytes = DTYPES[precision].itemsize
     on_cpu = preset.measured is not None
+    if on_cpu and cores not in (None, preset.cores):
+        raise ValueError(
+            f"`--cores` must be {preset.cores} with --preset {name}, which was measured so, got {cores}. Leave it out, or"
+            " give --host-bandwidth."
+        )
     return Machine(
         title=f"{preset.title} (preset {name})",
         rates=given.applied_to(preset.rates(wire_bytes, cores), wire_bytes),

@@ -6,17 +6,23 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+import reprlib
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_zenflow.selection import selected_count
 
-Shape = tuple[int, ...]
+from .estimate_config import Shape, shapes_of
+
+MOST_NUMEL = 10**15
+"""A thousand times the largest models: whatever is above is a slip, and formulas in floats need not bear it."""
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBGT]?)", re.IGNORECASE)
@@ -66,17 +72,32 @@ def size_of(model: str, arguments: Mapping[str, Any] | None = None) -> Size:
         arguments: Arguments of the class.
 
     Raises:
-        ValueError: It is none of these, or a config of an unknown family. The message says what is known.
+        ValueError: It is none of these, a config of an unknown family, or out of range. The message says what is known.
     """
-    if model.endswith(".json") or Path(model).is_file():
+    if model.endswith(".json") or _is_file(model):
         return from_config(Path(model))
     count = _COUNT.fullmatch(model.replace("_", "").replace(",", ""))
     if count:
-        numel = round(float(count[1]) * _SUFFIXES[count[2].upper()])
-        if numel < 1:
-            raise ValueError(f"`model` must have at least one parameter, got {model}. Write a number such as 7B.")
-        return Size(f"{numel:,} parameters", numel)
+        numel = float(count[1]) * _SUFFIXES[count[2].upper()]  # infinite where it is beyond a float
+        if not 1 <= numel <= MOST_NUMEL:
+            raise ValueError(_out_of_range(reprlib.repr(model)))
+        return Size(f"{round(numel):,} parameters", round(numel))
     return from_class(model, arguments or {})
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # too long for a path, or in a folder that may not be read
+        return False
+
+
+def _out_of_range(got: str) -> str:
+    return f"`model` must have 1 to {MOST_NUMEL:.0e} parameters, got {got}. Write a number such as 7B."
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def from_class(path: str, arguments: Mapping[str, Any]) -> Size:
@@ -90,102 +111,61 @@ def from_class(path: str, arguments: Mapping[str, Any]) -> Size:
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module or "builtins"), name)
-    except Exception as error:  # the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, and may be a script
         raise ValueError(
-            f"`model` must be a number such as 7B, a config.json or a class path, got {path!r} ({error}). Stand where the"
-            " class can be imported from."
+            f"`model` must be a number such as 7B, a config.json or a class path, got {path!r} ({_one_line(error)}). Stand"
+            " where the class can be imported from."
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(
             f"`model` must be a LightningModule or nn.Module, got {path!r}. Give the path of such a class."
         )
     try:
-        try:
-            with torch.device("meta"):
-                built = found(**arguments)
-        except Exception:  # anything, from whatever the class does with its tensors
-            built = found(**arguments)
-    except Exception as error:
+        built = _built(found, arguments)
+    except (Exception, SystemExit) as error:
         raise ValueError(
-            f"`model` {path} must be buildable, got {type(error).__name__}: {error}. Give its arguments with --model-args."
+            f"`model` {path} must be buildable, got {type(error).__name__}: {_one_line(error)}. Give its arguments with"
+            " --model-args."
         ) from error
-    size = Size.of(path, (tuple(param.shape) for param in built.parameters() if param.requires_grad))
+    trained = [(name, param) for name, param in built.named_parameters() if param.requires_grad]
+    lazy = [name for name, param in trained if is_lazy(param)]
+    if lazy:
+        raise ValueError(
+            f"`model` must have parameters whose shapes are known once it is built, got {path} with the lazy {lazy[0]!r}."
+            " Use layers that are not lazy, or give the number of parameters instead, such as 7B."
+        )
+    size = Size.of(path, (tuple(param.shape) for _, param in trained))
     if size.numel == 0:
         raise ValueError(f"`model` must have trainable parameters, got none in {path}. Are they made in `setup`?")
+    if size.numel > MOST_NUMEL:
+        raise ValueError(_out_of_range(f"{size.numel} in {path}"))
     return size
+
+
+def _built(module: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is built to be counted, and not used
+        try:
+            with torch.device("meta"):
+                return module(**arguments)
+        except Exception:  # anything, from whatever the class does with its tensors
+            return module(**arguments)
 
 
 def from_config(path: Path) -> Size:
     """Counts the parameters of a Hugging Face model from its config.json, without building it.
 
     Raises:
-        ValueError: The file is missing or no config, a field is missing, or the family is not known.
+        ValueError: The file is missing or no config, a field is missing or out of range, or the family is not known.
     """
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"`model` must be a readable config.json, got {path} ({error}). Check the path.") from error
-    family = config.get("model_type") if isinstance(config, dict) else None
-    if family not in FAMILIES:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"`model_type` must be one of {', '.join(FAMILIES)}, got {family!r}. Give the number of parameters instead, such"
-            " as 7B, or a class path."
-        )
-    try:
-        shapes = FAMILIES[family](config)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"`model` must have all fields of a {family} config, got {path} without {error}.") from error
-    return Size.of(f"{path.name} ({family})", shapes)
-
-
-def _llama(config: Mapping[str, Any], qkv_bias: bool = False) -> list[Shape]:
-    """Llama, Mistral and, with biases, Qwen2: grouped-query attention, gated MLP, RMSNorm."""
-    width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads = config["num_attention_heads"]
-    head_width = config.get("head_dim") or width // heads
-    queries, keys = heads * head_width, (config.get("num_key_value_heads") or heads) * head_width
-    layer: list[Shape] = [(queries, width), (keys, width), (keys, width), (width, queries)]
-    layer += [(inner, width), (inner, width), (width, inner), (width,), (width,)]
-    if qkv_bias or config.get("attention_bias"):
-        layer += [(queries,), (keys,), (keys,)]
-    if config.get("attention_bias") and not qkv_bias:
-        layer += [(width,)]
-    if config.get("mlp_bias"):
-        layer += [(inner,), (inner,), (width,)]
-    ends: list[Shape] = [(vocab, width), (width,)]
-    if not config.get("tie_word_embeddings", False):
-        ends += [(vocab, width)]
-    return ends + layer * config["num_hidden_layers"]
-
-
-def _gpt2(config: Mapping[str, Any]) -> list[Shape]:
-    """GPT-2: learned positions, LayerNorm, biases everywhere; the head is the embedding."""
-    width, vocab = config["n_embd"], config["vocab_size"]
-    inner = config.get("n_inner") or 4 * width
-    norm: list[Shape] = [(width,), (width,)]
-    layer = [*norm, *norm, (width, 3 * width), (3 * width,), (width, width), (width,)]
-    layer += [(width, inner), (inner,), (inner, width), (width,)]
-    ends: list[Shape] = [(vocab, width), (config["n_positions"], width), *norm]
-    if not config.get("tie_word_embeddings", True):
-        ends += [(vocab, width)]
-    return ends + layer * config["n_layer"]
-
-
-def _bert(config: Mapping[str, Any]) -> list[Shape]:
-    """BERT with its pooler, without a head for a task."""
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    norm: list[Shape] = [(width,), (width,)]
-    square: list[Shape] = [(width, width), (width,)]
-    layer = [*square * 4, *norm, (inner, width), (inner,), (width, inner), (width,), *norm]
-    ends: list[Shape] = [(config[name], width) for name in ("vocab_size", "max_position_embeddings", "type_vocab_size")]
-    return [*ends, *norm, *square] + layer * config["num_hidden_layers"]
-
-
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], list[Shape]]] = {
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": lambda config: _llama(config, qkv_bias=True),
-    "gpt2": _gpt2,
-    "bert": _bert,
-}
-"""Shapes of all parameters by `model_type`."""
+            f"`model` must be a readable config.json, got {path} ({_one_line(error)}). Check the path."
+        ) from error
+    family, shapes = shapes_of(config, str(path))
+    size = Size.of(f"{path.name} ({family})", shapes)
+    if size.numel > MOST_NUMEL:
+        raise ValueError(_out_of_range(f"{size.numel} by the fields of {path}"))
+    return size

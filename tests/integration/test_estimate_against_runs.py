@@ -23,6 +23,10 @@ TOLERANCE_RATIO = 0.25
 STEPS, UPDATE_INTERVAL, TOPK_RATIO = 20, 4, 0.1
 MODES = ("compute", "zenflow", "zero_offload")
 
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 33), "MALLOC_MMAP_THRESHOLD_": str(1 << 33)}
+"""Lets glibc keep what is freed. It would give the gradients back to the system at every step and fetch them again, which
+takes from 10 to 60 ms of a 90 ms step, different from one process to the next where memory is reclaimed from a VM."""
+
 Samples = dict[str, list[float]]
 """Seconds by mode."""
 
@@ -40,7 +44,7 @@ def output(*args: object) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, args)],
         cwd=REPO,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -153,6 +157,17 @@ class Untrained(nn.Module):
     pass
 
 
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(3)
+
+
+class Wordy(nn.Module):
+    def __init__(self) -> None:
+        raise RuntimeError("one\ntwo")
+
+
 def test_a_class_is_counted_as_it_is_trained() -> None:
     size = sizes.size_of(f"{__name__}.Tied", {"width": 5, "depth": 2})
     assert size.numel == 11 * 5 + 2 * (25 + 5)
@@ -174,12 +189,24 @@ def test_a_class_is_built_without_memory_where_that_is_possible() -> None:
         ("json.dumps", "`model` must be a LightningModule or nn.Module, got 'json.dumps'"),
         ("torch.nn.Linear", "`model` torch.nn.Linear must be buildable, got TypeError"),
         (f"{__name__}.Untrained", "`model` must have trainable parameters, got none"),
-        ("0", "`model` must have at least one parameter, got 0"),
+        ("0", "`model` must have 1 to 1e+15 parameters, got '0'"),
+        ("1e400", "`model` must have 1 to 1e+15 parameters, got '1e400'"),
+        ("1e9999999999", "`model` must have 1 to 1e+15 parameters, got '1e9999999999'"),
+        ("1e308", "`model` must have 1 to 1e+15 parameters, got '1e308'"),
+        ("1e308T", "`model` must have 1 to 1e+15 parameters, got '1e308T'"),
+        ("1001T", "`model` must have 1 to 1e+15 parameters, got '1001T'"),
+        ("9" * 300, "`model` must have 1 to 1e+15 parameters, got '9999"),
+        ("x" * 300, "`model` must be a number such as 7B"),
+        (
+            f"{__name__}.Lazy",
+            f"whose shapes are known once it is built, got {__name__}.Lazy with the lazy 'layer.weight'",
+        ),
+        (f"{__name__}.Wordy", "got RuntimeError: one two. Give"),
         ("none.json", "`model` must be a readable config.json, got none.json"),
     ],
 )
 def test_what_is_no_model_is_refused(model: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         sizes.size_of(model)
 
 
@@ -188,14 +215,65 @@ def test_what_is_no_model_is_refused(model: str, message: str) -> None:
     [
         ('{"model_type": "mamba"}', "`model_type` must be one of llama, mistral, qwen2, gpt2, bert, got 'mamba'"),
         ("[]", "`model_type` must be one of llama, .* got None"),
+        ('{"model_type": ["llama"]}', r"`model_type` must be one of llama, .* got \['llama'\]"),
+        ('{"model_type": {"llama": 1}}', "`model_type` must be one of llama, .* got {'llama': 1}"),
         ('{"model_type": "gpt2"}', "must have all fields of a gpt2 config, got .* without 'n_embd'"),
         ("{", "`model` must be a readable config.json"),
+        ("[" * 200_000, "`model` must be a readable config.json, got .* recursion"),
     ],
 )
 def test_a_config_that_cannot_be_counted_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
+        sizes.size_of(str(path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        *(
+            ("hidden_size", value, f"`hidden_size` must be a whole number from 1 to 100000000, got {value!r}. Mend")
+            for value in (math.inf, -math.inf, math.nan, "64", True, 1.5, -64, 0, None, [64], 10**9)
+        ),
+        ("vocab_size", None, "`vocab_size` must be a whole number from 1 to 100000000, got None. Mend"),
+        ("num_attention_heads", 0, "`num_attention_heads` must be a whole number from 1 to 100000000, got 0. Mend"),
+        ("num_attention_heads", 33, "`num_attention_heads` must divide `hidden_size` 4096, got 33. Mend"),
+        ("num_key_value_heads", 33, "`num_key_value_heads` must be a whole number from 1 to 32, got 33. Mend"),
+        ("head_dim", 0, "`head_dim` must be a whole number from 1 to 100000000, got 0. Mend"),
+        ("num_hidden_layers", -2, "`num_hidden_layers` must be a whole number from 1 to 10000, got -2. Mend"),
+        ("num_hidden_layers", 10**11, "`num_hidden_layers` must be a whole number from 1 to 10000, got 100000000000."),
+        ("mlp_bias", "no", "`mlp_bias` must be true or false, got 'no'. Mend"),
+    ],
+)
+def test_a_field_of_a_config_out_of_range_is_refused(
+    field: str, value: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_2_7B, field: value}))
+    assert message in refused(capsys, str(path), "--preset", "l4")
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        *((GPT2, field, value) for field in (*GPT2, "n_inner") for value in ("x", 0, 1e3) if field != "model_type"),
+        *((BERT, field, value) for field in BERT for value in ("x", 0, 1e3) if field != "model_type"),
+    ],
+)
+def test_every_size_of_every_family_must_be_a_whole_number(
+    config: dict[str, Any], field: str, value: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ValueError, match=f"`{field}` must be a whole number from 1 to .*, got {value!r}"):
+        sizes.size_of(str(path))
+
+
+def test_a_config_of_sane_fields_may_still_be_too_large(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**BERT, "hidden_size": 10**8}))
+    with pytest.raises(ValueError, match=r"`model` must have 1 to 1e\+15 parameters, got \d{18} by the fields of"):
         sizes.size_of(str(path))
 
 
@@ -361,24 +439,111 @@ def test_cores_are_taken_from_the_end(rehearsed: list[tuple[Any, ...]], monkeypa
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["7B", "--cores", "100000"], "`--cores` must be at most"),
+        (["7B", "--cores", "9999"], "`--cores` must be at most"),
         (["seven", "--preset", "l4"], "`model` must be a number such as 7B"),
+        (["1e400", "--preset", "l4"], "`model` must have 1 to 1e+15 parameters, got '1e400'. Write"),
         (["7B", "--preset", "h101"], "preset"),
         (["7B", "--topk-ratio", "1.5"], "topk_ratio"),
         (["7B", "--devices", "0"], "devices"),
+        (["7B", "--devices", "1000001"], "`--devices` must be at most 1000000, got 1000001. Give"),
+        (["7B", "--devices", "1" + "0" * 400], "`--devices` must be at most 1000000, got 1000"),
+        (["7B", "--batch-tokens", "1" + "0" * 400], "`--batch-tokens` must be at most 1000000000000, got 1000"),
+        (["7B", "--update-interval", "1000001"], "`--update-interval` must be at most 1000000, got 1000001. Give"),
+        (["7B", "--cores", "10001", "--preset", "l4"], "`--cores` must be at most 10000, got 10001. Give"),
+        (
+            ["7B", "--batch-tokens", "8", "--accumulate-grad-batches", "9"],
+            "`--accumulate-grad-batches` must be at most `--batch-tokens` 8, got 9. Give",
+        ),
+        *(
+            (["7B", "--preset", "l4", option, value], f"`{option}` must be from 1e+03 to 1e+21 ")
+            for option in ("--device-flops", "--host-bandwidth", "--link-bandwidth")
+            for value in ("inf", "999", "1e-300", "1e22")
+        ),
+        (["7B", "--preset", "l4", "--device-flops", "nan"], "device_flops"),
+        (["7B", "--preset", "cpu-two-cores", "--cores", "64"], "`--cores` must be 1 with --preset cpu-two-cores"),
         ([], "model"),
     ],
 )
 def test_a_wrong_argument_ends_with_one_message(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert message in refused(capsys, *args)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What a person reads when the command refuses `args`."""
     with pytest.raises(SystemExit) as exit_info:
-        estimate.main(args)
+        estimate.main(list(args))
     assert exit_info.value.code == 2
     shown = capsys.readouterr()
-    assert message in shown.err
     assert "usage:" not in shown.err and "Traceback" not in shown.err
     assert shown.out == ""
+    return shown.err
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["1e15", "--batch-tokens", "1000000000000", "--accumulate-grad-batches", "1000000000000"],
+        ["1e15", "--topk-ratio", "1e-300", "--update-interval", "1000000"],
+        ["1", "--devices", "1000000", "--batch-tokens", "1", "--cores", "10000"],
+        [
+            "1",
+            "--device-flops",
+            "1e21",
+            "--link-bandwidth",
+            "1e21",
+            "--host-bandwidth",
+            "1e21",
+            "--topk-ratio",
+            "1e-300",
+        ],
+        ["1e15", "--device-flops", "1e3", "--link-bandwidth", "1e3", "--host-bandwidth", "1e3", "--topk-ratio", "1"],
+    ],
+)
+def test_the_ends_of_all_ranges_have_an_estimate(
+    args: list[str], precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = printed(capsys, *args, "--preset", "h100", "--precision", precision)
+    assert found["zenflow"]["step"]["step_secs"] > 0
+    assert estimate.main([*args, "--preset", "h100", "--precision", precision]) == 0
+
+
+def test_a_preset_that_was_measured_takes_the_cores_it_was_measured_with(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = printed(capsys, "1M", "--preset", "cpu-two-cores")
+    assert printed(capsys, "1M", "--preset", "cpu-two-cores", "--cores", "1") == plain
+
+
+def run_into(stdout: int, *args: str) -> tuple[int, str]:
+    """Exit code and standard error of the command in a process of its own, whose terminal knows ASCII alone."""
+    code = "import sys; from lightning_zenflow.cli.estimate import main; sys.exit(main(sys.argv[1:]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        timeout=60,
+    )
+    return ended.returncode, ended.stderr.decode()
+
+
+@pytest.mark.parametrize("option", [[], ["--json"], ["--help"]])
+def test_a_reader_who_has_left_is_no_error(option: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert run_into(writing, "7B", "--preset", "l4", *option) == (0, "")
+    finally:
+        os.close(writing)
+
+
+def test_letters_that_a_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+    config, shown = tmp_path / "ü.json", tmp_path / "shown"
+    config.write_text(json.dumps(GPT2))
+    with shown.open("wb") as file:
+        assert run_into(file.fileno(), str(config), "--preset", "l4") == (0, "")
+    assert r"\xfc.json (gpt2): 124,439,808 trainable" in shown.read_text(encoding="ascii")
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -523,6 +525,28 @@ def test_a_run_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "without one. Train with the callback StallMonitor" in refused(capsys, str(tmp_path))
 
 
+@pytest.mark.parametrize("args", [[""], [".", "--output", ""]])
+def test_an_empty_path_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    record = write_run(tmp_path, [[header(), step_line(1)]])
+    monkeypatch.chdir(tmp_path)
+    name = "--output" if args[0] else "RUN"
+    expected = f"error: `{name}` must be a path, got an empty one. Write . for the current folder.\n"
+    assert refused(capsys, *args) == expected
+    assert list(tmp_path.iterdir()) == [record]
+
+
+@pytest.mark.parametrize("steps", ["9" * 5000 + ":", ":" + "9" * 5000, "9" * 19 + ":" + "9" * 19, "x" * 5000])
+def test_a_zoom_of_thousands_of_digits_is_refused_in_a_short_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str
+) -> None:
+    record = write_run(tmp_path, [[header(), step_line(1)]])
+    error = refused(capsys, str(record), "--steps", steps)
+    assert "whole numbers of at most 18 digits, A at most B, got '" in error and "Write for example" in error
+    assert len(error) < 250
+
+
 @pytest.mark.parametrize("steps", ["5", "5:2", "a:b", "1:2:3", "-1:4"])
 def test_a_zoom_that_makes_no_sense_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str) -> None:
     record = write_run(tmp_path, [[header(), step_line(1)]])
@@ -539,6 +563,40 @@ def test_a_zoom_without_a_step_is_refused_with_the_steps_there_are(
 def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = write_run(tmp_path, [[header(), step_line(1)]])
     assert "zenflow.jsonl" in refused(capsys, str(record), "--output", str(record))
+
+
+def run_into(stdout: int, *args: str) -> tuple[int, str]:
+    """Exit code and standard error of the report in a process of its own, whose terminal knows ASCII alone."""
+    code = "import sys; from lightning_zenflow.cli.report import main; main(sys.argv[1:])"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        timeout=60,
+    )
+    return ended.returncode, ended.stderr.decode()
+
+
+@pytest.mark.parametrize("option", [[], ["--help"]])
+def test_a_reader_who_has_left_is_no_error(tmp_path: Path, option: list[str]) -> None:
+    record = write_run(tmp_path, [[header(), step_line(1)]])
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert run_into(writing, str(record), *option) == (0, "")
+    finally:
+        os.close(writing)
+    assert (tmp_path / TRACE).exists() is not bool(option)
+
+
+@pytest.mark.parametrize(("name", "shown"), [("für", r"f\xfcr"), (os.fsdecode(b"f\xffr"), r"f\udcffr")])
+def test_letters_that_a_terminal_lacks_are_escaped(tmp_path: Path, name: str, shown: str) -> None:
+    record, printed = write_run(tmp_path / name, [[header(), step_line(1)]]), tmp_path / "printed"
+    with printed.open("wb") as file:
+        assert run_into(file.fileno(), str(record)) == (0, "")
+    assert f"{shown}{os.sep}{PAGE}" in printed.read_text(encoding="ascii")
+    assert (tmp_path / name / PAGE).exists()
 
 
 def test_of_a_folder_the_record_written_last_is_shown_wherever_it_lies(tmp_path: Path) -> None:
