@@ -92,7 +92,7 @@ def too_far(estimated: Samples, measured: Samples) -> list[str]:
     return wrong
 
 
-@pytest.mark.long
+@pytest.mark.bench
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="one core plays the device, the other the host")
 @pytest.mark.skipif(shutil.which("ninja") is None, reason="DeepSpeed compiles its CPU Adam for ZeRO-Offload")
