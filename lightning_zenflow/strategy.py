@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -146,6 +147,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
         with without_compiling():
             super()._init_deepspeed_distributed()
+        # Lightning does this for NCCL alone. A group of another backend that outlives Python may abort the exiting process.
+        atexit.unregister(_destroy_process_group)
+        atexit.register(_destroy_process_group)
 
     def setup_distributed(self) -> None:
         if isinstance(self.accelerator, CUDAAccelerator):
@@ -480,6 +484,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         for name, stage in names.items():
             settings = {} if stage is None else {"stage": stage}
             strategy_registry.register(name, cls, f"ZenFlow on ZeRO stage {stage or 2}", override=True, **settings)
+
+
+def _destroy_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)
