@@ -62,7 +62,8 @@ def check_report(folder: Path) -> None:
     assert sum(entry["kind"] == "step" for entry in entries) == 400
     assert any(entry["kind"] == "decision" and entry["changed"] for entry in entries)
     made = folder / "report" / PICTURE.name
-    assert matplotlib.image.imread(made).shape == matplotlib.image.imread(PICTURE).shape
+    # As wide as the shipped one; the height depends on how many changes there are reasons for.
+    assert matplotlib.image.imread(made).shape[1] == matplotlib.image.imread(PICTURE).shape[1]
     if os.environ.get("ZENFLOW_UPDATE_PICTURES"):
         shutil.copy(made, PICTURE)
 
