@@ -114,7 +114,7 @@ class Program:
         """Its exit code, negative for a signal. It must end by itself in this time, and so must all it has started."""
         in_time = until(self.ended, within_secs)
         assert in_time, f"It runs for over {within_secs} s:\n{self.output[-8000:]}"
-        assert until(lambda: not self.family(), 1.0, LOOK_SECS), f"It left behind: {self.family()}"
+        assert until(lambda: not self.family(), 3.0, LOOK_SECS), f"It left behind: {self.family()}"
         code = self._poll()
         assert code is not None
         return code
