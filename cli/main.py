@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from importlib import import_module
@@ -11,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
 
+from .console import quiet_deepspeed
 from .trainer import ZenFlowCLI
 
 TOOLS = {
@@ -44,8 +44,7 @@ def main(args: list[str] | None = None) -> int | None:
     Returns:
         The exit code, where a tool has one of its own; `None` is success.
     """
-    # DeepSpeed's one line about it goes to stdout, in front of what --print_config prints for a class path.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    quiet_deepspeed()
     # An installed script does not look for modules where the user stands, and `--model my_module.MyModel` is there.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 
 from lightning_zenflow.rates import Rates
 from lightning_zenflow.tuner.options import TunerOptions
+from lightning_zenflow.tuner.update_rule import BEST_TOLERANCE_RATIO
 
 TUNER = TunerOptions()
 """What the auto-tuner keeps to, so that an estimate recommends the intervals that it would settle on."""
-
-GOOD_ENOUGH_RATIO = 1.02
-"""Where no interval lets the host keep up: the step may be this many times as long as the shortest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +212,7 @@ def smallest_update_interval(work: Work, rates: Rates) -> int:
     for interval, step in steps.items():
         if step.stall_secs == 0:
             return interval
-    limit = GOOD_ENOUGH_RATIO * steps[most].step_secs
+    limit = (1 + BEST_TOLERANCE_RATIO) * steps[most].step_secs
     return next(interval for interval, step in steps.items() if step.step_secs <= limit)
 
 

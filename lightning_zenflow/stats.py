@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 
@@ -112,4 +112,4 @@ class StepStats:
 
     def figures(self) -> dict[str, float | None]:
         """All fields but the spans."""
-        return {name: value for name, value in asdict(self).items() if name != "spans"}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spans"}

@@ -69,19 +69,23 @@ class Arena:
             ValueError: The mapping has no room for so few blocks.
         """
         layout = dataclasses.replace(self.layout, blocks=blocks)
-        assert self._map is not None
         runtime = self._pinned_by
         self.unpin()
         self.layout = layout
         self.outboxes = (self._view("outbox0"), self._view("outbox1"))
-        spare_nbytes = layout.regions["master"].offset_bytes - layout.exchange_nbytes
-        if spare_nbytes:
-            with contextlib.suppress(
-                OSError
-            ):  # memory that more blocks have no use for, where the system takes it back
-                self._map.madvise(mmap.MADV_REMOVE, layout.exchange_nbytes, spare_nbytes)
         if runtime is not None:
             self.pin(runtime)
+
+    def trim(self) -> None:
+        """Trainer: gives back what the outbox halves no longer use.
+
+        The trainer alone: the worker comes to a rebuild later, and would take pages that the trainer has pinned since.
+        """
+        spare_nbytes = self.layout.regions["master"].offset_bytes - self.layout.exchange_nbytes
+        if spare_nbytes:
+            assert self._map is not None
+            with contextlib.suppress(OSError):  # where the system does not take it back, it is only memory
+                self._map.madvise(mmap.MADV_REMOVE, self.layout.exchange_nbytes, spare_nbytes)
 
     @classmethod
     def create(cls, layout: ArenaLayout) -> Arena:

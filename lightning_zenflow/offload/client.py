@@ -162,6 +162,7 @@ class HostClient:
         self.drain()  # the worker must not read a slot while it is pinned anew
         self.ledger.rebuild(blocks)
         self.arena.rebuild(blocks)
+        self.arena.trim()
         self._channel.launch(Rebuild(blocks))
 
     def collect(self) -> Updated:

@@ -335,7 +335,10 @@ def test_intervals_are_changed_between_steps_of_a_training_only() -> None:
             with pytest.raises(RuntimeError, match="Intervals must be changed between two steps"):
                 trainer.strategy.change_intervals(2, 5)
 
-        on_before_optimizer_step = on_before_zero_grad
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            for change in (trainer.strategy.change_intervals, trainer.strategy._zero.change_intervals):
+                with pytest.raises(RuntimeError, match="Intervals must be changed between two steps"):
+                    change(2, 5)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             if trainer.strategy.step_stats.step == self.steps:
