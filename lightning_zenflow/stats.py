@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,9 +46,10 @@ class Timeline:
             self._is_open = False
             self.spans.append(Span("device", name, start_secs, time.perf_counter() - start_secs))
 
-    def total_secs(self, name: str) -> float:
-        """How long all spans of the training process with this name took."""
-        return sum((span.secs for span in self.spans if span.lane == "device" and span.name == name), 0.0)
+    def total_secs(self, name: str, since_secs: float = -math.inf) -> float:
+        """How long all spans of the training process with this name took that began at `since_secs` or later."""
+        spans = (span for span in self.spans if span.lane == "device" and span.name == name)
+        return sum((span.secs for span in spans if span.start_secs >= since_secs), 0.0)
 
     def take(self) -> tuple[Span, ...]:
         """All spans since the last call."""
@@ -65,6 +67,8 @@ class StepStats:
         step_secs: From the start of the step's first forward to its end.
         update_stall_secs: Time the training process was blocked waiting for a block of deferred updates.
         select_stall_secs: Time it was blocked in a re-selection.
+        copy_secs: Time it spent copying finished blocks into the weights in this step, outside of barriers. It is no stall.
+            Where copies are asynchronous (all accelerators but the CPU) it only starts them, and this is about 0.
         update_interval: `U` of this step.
         select_interval: Steps between selections; `None` if nothing is ever selected.
         to_host_bytes: Gradients and state copied to the host.
@@ -86,6 +90,7 @@ class StepStats:
     step_secs: float = 0.0
     update_stall_secs: float = 0.0
     select_stall_secs: float = 0.0
+    copy_secs: float = 0.0
     update_interval: int = 1
     select_interval: int | None = None
     to_host_bytes: int = 0
@@ -113,3 +118,22 @@ class StepStats:
     def figures(self) -> dict[str, float | None]:
         """All fields but the spans."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spans"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a rank works on.
+
+    Attributes:
+        stage: ZeRO stage.
+        shard_numel: Elements of the rank's shard, padding included.
+        fewest_blocks: Smallest `update_interval` for which the host's memory has room.
+        memory_steps: Steps that AdamW's second moment remembers, 1 / (1 - beta2); the least of all groups.
+        select_unit_steps: Steps of which `select_interval` is a multiple: those of an epoch, or 1.
+    """
+
+    stage: int
+    shard_numel: int
+    fewest_blocks: int
+    memory_steps: float
+    select_unit_steps: int

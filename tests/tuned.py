@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from lightning_zenflow.tuner import Controller, Decision, Intervals, TunerOptions, WindowCollector
+from lightning_zenflow.tuner import Controller, Decision, Intervals, TunerOptions, Window, WindowCollector
 from tests.machines import Machine, Run, best_update_interval, cost_of, tune
 
 START = Intervals(4, 16)
@@ -97,3 +97,9 @@ def update_changes(decisions: list[Decision]) -> list[int]:
         for number, one in enumerate(decisions, start=1)
         if one.intervals.update_interval != one.previous.update_interval
     ]
+
+
+def copying_window(update_interval: int, whole_copy_secs: float, bare_secs: float = 0.1) -> Window:
+    """Sixteen equal steps of a machine with a quick host, whose device takes `bare_secs` without copying."""
+    copy_secs = whole_copy_secs / update_interval
+    return Window(16, bare_secs + copy_secs, 0.0, None, 0.001, 0.004 / update_interval, copy_secs=copy_secs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Okabe and Ito, Color Universal Design (2008), with two of Paul Tol's muted colours for what is short or rare. The parts
+# Okabe and Ito, Color Universal Design (2008), with three of Paul Tol's muted colours for what is short or rare. The parts
 # of a step have the colours of the work that causes them.
 COLOURS = {
     "forward and backward": "#56B4E9",
@@ -13,6 +13,7 @@ COLOURS = {
     "launch": "#999933",
     "optimizer": "#0072B2",
     "wait for host": "#E69F00",
+    "copy block": "#332288",
     "write weights": "#F0E442",
     "exchange": "#8C8C8C",
     "settle": "#882255",

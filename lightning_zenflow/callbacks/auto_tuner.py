@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
 
+from lightning_zenflow.callbacks.own_strategy import zenflow_strategy
 from lightning_zenflow.callbacks.record import read_changes
 from lightning_zenflow.config import check_interval
-from lightning_zenflow.strategy import ZenFlowStrategy, zenflow_strategy
+from lightning_zenflow.strategy import ZenFlowStrategy
 from lightning_zenflow.tuner import Controller, Decision, Intervals, Observation, TunerOptions, Window, WindowCollector
 
 CHECKPOINT_KEY = "zenflow_tuner"
@@ -111,6 +112,7 @@ class AutoTuner(Callback):
                     update_secs=stats.worker_update_secs,
                     agreement=stats.selection_agreement,
                     deferred_mass_ratio=stats.deferred_mass_ratio,
+                    copy_secs=stats.copy_secs,
                 )
             )
             if window is not None:

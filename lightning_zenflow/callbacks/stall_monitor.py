@@ -13,9 +13,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torchmetrics.aggregation import RunningMean
 
 from lightning_zenflow.callbacks.auto_tuner import AutoTuner
+from lightning_zenflow.callbacks.own_strategy import zenflow_strategy
 from lightning_zenflow.callbacks.record import FORMAT, Record
 from lightning_zenflow.stats import StepStats
-from lightning_zenflow.strategy import ZenFlowStrategy, zenflow_strategy
+from lightning_zenflow.strategy import ZenFlowStrategy
 
 _SMOOTHING_STEPS = 32
 

@@ -109,7 +109,7 @@ class Controller:
         stays = update_interval == self._intervals.update_interval
         saved_secs = 0.0 if stays else history.stall_secs - model.stall_secs(update_interval)
         return Outlook(
-            step_secs=model.device_secs + history.stall_secs - saved_secs,
+            step_secs=model.device_step_secs(update_interval) + history.stall_secs - saved_secs,
             saved_stall_secs=saved_secs,
             whole_update_secs=model.accumulate_secs + model.adam_secs,
             is_sure=history.is_sure,

@@ -53,7 +53,7 @@ class Failure:
     def is_outdated(self, model: HostModel, *, is_settled: bool) -> bool:
         """Whether the host has become so much faster that the interval may be tried again."""
         faster = SETTLED_FASTER_RATIO if is_settled else FASTER_RATIO
-        return model.need_secs(self.interval) / model.device_secs < faster * self.need_ratio
+        return model.need_secs(self.interval) / model.device_step_secs(self.interval) < faster * self.need_ratio
 
 
 class HostHistory:
@@ -105,13 +105,16 @@ class HostHistory:
             return typical([getattr(window, name) for window in self._windows])
 
         busy = typical(_busy_secs(self._windows))
+        # Over ranks the device's time is the least and the copy's the most: one need not be a part of the other.
+        copy = min(of("copy_secs"), of("device_secs"))
         return HostModel(
-            device_secs=of("device_secs"),
+            device_secs=of("device_secs") - copy,
             accumulate_secs=of("accumulate_secs"),
             adam_secs=of("update_secs") * update_interval,
             device_jitter_secs=of("device_jitter_secs"),
             host_jitter_ratio=min(1.0, of("host_jitter_secs") / busy) if busy > 0 else 0.0,
             overlap=overlap,
+            whole_copy_secs=copy * update_interval,
         )
 
     def margin_secs(self, model: HostModel, update_interval: int, *, careful: bool) -> float:
@@ -139,6 +142,7 @@ class HostHistory:
 def _has_changed(before: Sequence[Window], last: Sequence[Window], share: float) -> bool:
     device = typical([window.device_secs for window in before])
     stall = typical([window.update_stall_secs for window in before])
+    copy = typical([window.copy_secs for window in before])
 
     def moved(values: Sequence[float], usual: float) -> bool:
         return min(values) > CHANGE_RATIO * usual or max(values) * CHANGE_RATIO < usual
@@ -147,6 +151,7 @@ def _has_changed(before: Sequence[Window], last: Sequence[Window], share: float)
         moved([window.device_secs for window in last], device)
         or moved(_busy_secs(last), typical(_busy_secs(before)))
         or min(window.update_stall_secs for window in last) > stall + 2 * share * (device + stall)
+        or min(window.copy_secs for window in last) > copy + 2 * share * device
     )
 
 

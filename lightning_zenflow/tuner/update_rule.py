@@ -1,7 +1,8 @@
 """The auto-tuner's rule for `update_interval`: as small as the hardware allows, so that updates are as fresh as can be.
 
 Predictions of `HostModel` choose the next interval, the measured stall judges it. An interval that has stalled is
-remembered and not tried again before the host has become clearly faster, so that the rule cannot swing.
+remembered and not tried again before the host has become clearly faster, so that the rule cannot swing. `copy_rule` keeps
+the interval from becoming so small that copying blocks costs what waiting for them must not.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from lightning_zenflow.tuner import copy_rule
 from lightning_zenflow.tuner.gradient_rule import GradientRule
 from lightning_zenflow.tuner.host_history import SURE_WINDOWS, Failure, HostHistory
 from lightning_zenflow.tuner.host_model import HostModel
 from lightning_zenflow.tuner.options import TunerOptions
 from lightning_zenflow.tuner.windows import Window
-from lightning_zenflow.tuner.wording import in_words, percent
 
 URGENT_RATIO = 3.0
 """So many times the allowed stall, if busy times explain it, is acted on after one window."""
@@ -76,10 +77,21 @@ class UpdateRule:
         self.history.clear()
         self.model = None
 
-    def bounds(self, current: int) -> tuple[int, int]:
-        """Smallest and largest `update_interval` allowed now."""
+    def limits(self, current: int) -> tuple[int, int]:
+        """Smallest and largest `update_interval` by the options and the gradient rule."""
         lowest = self._options.min_update_interval
         return lowest, max(lowest, min(self._options.max_update_interval, self._gradient.bound(current)))
+
+    def bounds(self, current: int) -> tuple[int, int]:
+        """Smallest and largest `update_interval` allowed now, where the host keeps up.
+
+        Where it does not, copying costs nothing: the trainer would wait for the host instead.
+        """
+        lowest, highest = self.limits(current)
+        if self.model is not None:
+            copies = copy_rule.lowest_interval(self.model, self.history, current, self._options.share)
+            lowest = min(highest, max(lowest, copies))
+        return lowest, highest
 
     def _summarize(self, current: int) -> None:
         self.model = self.history.model(current, self._options.overlap)
@@ -92,7 +104,7 @@ class UpdateRule:
         return self._failure.interval if self._failure else 0
 
     def _within_bounds(self, current: int) -> tuple[int, str] | None:
-        lowest, highest = self.bounds(current)
+        lowest, highest = self.limits(current)
         if lowest <= current <= highest:
             return None
         target = min(max(current, lowest), highest)
@@ -107,7 +119,8 @@ class UpdateRule:
         if model is None:
             return current, "no usable times in this window"
         stall = self.history.stall_secs
-        step, limit = model.device_secs + stall, share * (model.device_secs + stall)
+        step = model.device_step_secs(current) + stall
+        limit = share * step
         if not self._cannot_keep_up:
             # What noise may have added is no reason to change, as long as re-selections leave so much of the budget.
             noise = (SETTLED_RATIO - 1) * limit
@@ -119,15 +132,19 @@ class UpdateRule:
                 self._cannot_keep_up = False
                 if self._failed_interval >= current:  # it stalled here or above, and no longer does
                     self._failure = None
+            lowest = self.bounds(current)[0]
+            if lowest > current:
+                why = f"{copy_rule.in_use_in_words(model, current, share)}; {model.stall_in_words(current, stall)}"
+                return lowest, f"update_interval {current} -> {lowest}: {why}"
             return self._shrink(current, model, stall)
         is_urgent = min(stall, model.stall_secs(current)) > URGENT_RATIO * limit
         if not is_urgent and not self.history.is_sure:
-            return current, f"{_stalled(model, stall)}, to be judged after {SURE_WINDOWS} windows"
+            return current, f"{model.stall_in_words(current, stall)}, to be judged after {SURE_WINDOWS} windows"
         return self._grow(current, model, stall)
 
     def _shrink(self, current: int, model: HostModel, stall: float) -> tuple[int, str]:
         """The host keeps up: the smallest interval at which it clearly would as well."""
-        share, keeps = self._options.share, _stalled(model, stall)
+        share, keeps = self._options.share, model.stall_in_words(current, stall)
         model = replace(model, delay_secs=self._failure.delay_secs if self._failure else 0.0)
         # Where a stall can be seen at all, its size says more than the difference of two large times.
         visible = max(stall, 0.2 * share * model.step_secs(current))
@@ -137,6 +154,8 @@ class UpdateRule:
         lowest = max(allowed, self._failed_interval + 1)
         if current <= lowest:
             why = f"{allowed} is the smallest allowed" if lowest == allowed else f"{lowest - 1} stalled"
+            if lowest == allowed > self._failed_interval:
+                why = copy_rule.why_kept(model, self.history, current, share) or why
             return current, f"{keeps}; {why}"
         aim = share * self._shrink_aim_ratio()
         for candidate in range(lowest, current):
@@ -154,15 +173,17 @@ class UpdateRule:
 
     def _grow(self, current: int, model: HostModel, stall: float) -> tuple[int, str]:
         """The host is too slow: the smallest interval that should do, or else the smallest that is about the fastest."""
-        lowest, highest = self.bounds(current)
-        share, problem = self._options.share, _stalled(model, stall)
+        lowest, highest = self.limits(current)
+        share, problem = self._options.share, model.stall_in_words(current, stall)
         if model.need_secs(current) <= 0:
             return current, f"{problem}, but the host reports no work"
-        need_ratio, model = model.need_secs(current) / model.device_secs, model.corrected(current, stall)
+        need_ratio, model = model.need_secs(current) / model.device_step_secs(current), model.corrected(current, stall)
         if self._failed_interval <= current:
             self._failure = Failure(current, need_ratio, model.delay_secs)
         failed = self._failed_interval
-        for candidate in range(failed + 1, highest + 1):
+        # What is left for its stall should not have to be left for its copies next.
+        cheap = min(highest, copy_rule.smallest_interval(model, share))
+        for candidate in range(max(failed + 1, cheap), highest + 1):
             margin, aim = 0.0, GROW_AIM_RATIO * share
             if self._cannot_keep_up:  # a guess was not good enough: it must be sure now
                 margin = self.history.margin_secs(model, candidate, careful=True)
@@ -174,21 +195,13 @@ class UpdateRule:
         if may_do and failed < highest and not self._cannot_keep_up:
             why = f"{model.in_words(current)}; {problem}; {highest}, the largest allowed, may just do"
             return highest, f"update_interval {current} -> {highest}: {why}"
-        target = self._fastest(current, model, lowest, highest)
+        target = model.about_fastest(current, lowest, highest, BEST_TOLERANCE_RATIO)
         self._cannot_keep_up = True
         change = f"update_interval {current} -> {target}: " if target != current else ""
         return target, (
             f"{change}{model.in_words(current)}; {problem}; no interval up to {highest} is enough, and with {target} the step"
             " is within 2 % of the fastest"
         )
-
-    def _fastest(self, current: int, model: HostModel, lowest: int, highest: int) -> int:
-        def within(tolerance: float) -> int:
-            return model.fastest(lowest, highest, tolerance * BEST_TOLERANCE_RATIO)
-
-        if within(1.25) <= current <= within(0.75):
-            return current  # as good: what has moved since it was chosen may be noise
-        return within(1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and dicts."""
@@ -208,8 +221,3 @@ class UpdateRule:
         self._gradient.masses = list(state["masses"])
         self._failure = Failure(**state["failure"]) if state["failure"] else None
         self._cannot_keep_up = state["cannot_keep_up"]
-
-
-def _stalled(model: HostModel, stall: float) -> str:
-    step = model.device_secs + stall
-    return f"update stall {percent(stall / step)} of {in_words(step)}"

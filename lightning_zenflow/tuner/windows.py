@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
 
 START_SKIP_STEPS = 2
 """First steps of a run, which allocate and compile."""
@@ -20,6 +21,8 @@ MIN_SECS = 1e-9
 """No device takes less for a step, and no clock sees less."""
 
 _ABSENT = -math.inf  # loses against every present value in a maximum
+
+_OPTIONAL = ("select_stall_secs", "disagreement", "deferred_mass_ratio")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Observation:
         agreement: Share of the columns that a re-selection in this step kept; `None` without one, and at the first.
         deferred_mass_ratio: Share of the gradient's squared norm in columns that are not selected; `None` without a
             selection in this step.
+        copy_secs: Time the trainer spent copying a finished block into the weights; part of the device's time.
     """
 
     step_secs: float
@@ -44,11 +48,12 @@ class Observation:
     update_secs: float = 0.0
     agreement: float | None = None
     deferred_mass_ratio: float | None = None
+    copy_secs: float = 0.0
 
     @property
     def is_sound(self) -> bool:
         """Whether all times are numbers that a clock can have measured."""
-        times = (self.update_stall_secs, self.select_stall_secs, self.accumulate_secs, self.update_secs)
+        times = (self.update_stall_secs, self.select_stall_secs, self.accumulate_secs, self.update_secs, self.copy_secs)
         return 0 < self.step_secs <= MAX_SECS and all(0 <= secs <= MAX_SECS for secs in times)
 
     @property
@@ -78,6 +83,7 @@ class Window:
         host_jitter_secs: The same of the host's.
         disagreement: Share of the columns that a re-selection replaced; `None` without one.
         deferred_mass_ratio: Share of the gradient's squared norm that waits; `None` without a selection.
+        copy_secs: Part of `device_secs` that copying a finished block into the weights takes.
     """
 
     steps: int
@@ -90,6 +96,7 @@ class Window:
     host_jitter_secs: float = 0.0
     disagreement: float | None = None
     deferred_mass_ratio: float | None = None
+    copy_secs: float = 0.0
 
     @classmethod
     def of(cls, observations: Sequence[Observation]) -> Window:
@@ -119,13 +126,14 @@ class Window:
             host_jitter_secs=_jitter([seen.accumulate_secs + seen.update_secs for seen in sound]),
             disagreement=disagreement,
             deferred_mass_ratio=mass,
+            copy_secs=typical([seen.copy_secs for seen in regular]),
         )
 
     @property
     def is_usable(self) -> bool:
         """Whether there is something to learn from: sound times, and steps that took some."""
         times = [self.device_secs, self.update_stall_secs, self.accumulate_secs, self.update_secs]
-        times += [self.device_jitter_secs, self.host_jitter_secs]
+        times += [self.device_jitter_secs, self.host_jitter_secs, self.copy_secs]
         return self.steps > 0 and self.device_secs >= MIN_SECS and all(0 <= secs <= MAX_SECS for secs in times)
 
     def to_numbers(self) -> list[float]:
@@ -147,16 +155,15 @@ class Window:
         Raises:
             ValueError: There are too many or too few numbers.
         """
-        steps, device, stall, select, accumulate, update, device_jitter, host_jitter, disagreement, mass = _ten(numbers)
-        times = [0.0 if secs == _ABSENT else secs for secs in (stall, accumulate, update, device_jitter, host_jitter)]
-        optional = [None if value == _ABSENT else value for value in (select, disagreement, mass)]
-        return cls(round(-steps), -device, times[0], optional[0], *times[1:], *optional[1:])
-
-
-def _ten(numbers: Sequence[float]) -> Sequence[float]:
-    if len(numbers) != 10:
-        raise ValueError(f"`numbers` must be 10 numbers, got {len(numbers)}. Pass what `Window.to_numbers` returned.")
-    return numbers
+        names = [field.name for field in fields(cls)]
+        if len(numbers) != len(names):
+            raise ValueError(
+                f"`numbers` must be {len(names)} numbers, got {len(numbers)}. Pass what `Window.to_numbers` returned."
+            )
+        steps, device, *rest = numbers
+        absent = [None if name in _OPTIONAL else 0.0 for name in names[2:]]
+        found: list[Any] = [none if value == _ABSENT else value for value, none in zip(rest, absent, strict=True)]
+        return cls(round(-steps), -device, *found)
 
 
 class WindowCollector:

@@ -234,6 +234,7 @@ def test_the_picture_shows_every_kind_of_work(tmp_path: Path) -> None:
     records = simulate(150, ranks=2)
     for line in steps_of(records[0]):  # which happens between steps only, and so seldom in a lane
         line["spans"].append(["device", "settle", line["begin_secs"] + 0.03, 0.03])
+        line["spans"].append(["device", "copy block", line["begin_secs"] + 0.07, 0.01])
     report(write_run(tmp_path, records))
     assert (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     height, width, _ = imread(tmp_path / PICTURE).shape

@@ -109,6 +109,7 @@ windows = st.builds(
     host_jitter_secs=anything,
     disagreement=maybe,
     deferred_mass_ratio=maybe,
+    copy_secs=anything,
 )
 plausible = st.floats(0, 3)
 plausible_windows = st.builds(
@@ -123,6 +124,7 @@ plausible_windows = st.builds(
     host_jitter_secs=plausible,
     disagreement=st.none() | st.floats(0, 1),
     deferred_mass_ratio=st.none() | st.floats(0, 1),
+    copy_secs=plausible,
 )
 
 
@@ -142,6 +144,9 @@ def options(draw: st.DrawFn) -> TunerOptions:
     )
 
 
+observations_of_anything = st.builds(
+    Observation, anything, anything, anything, anything, anything, maybe, maybe, anything
+)
 intervals = st.builds(Intervals, st.integers(1, 50), st.none() | st.integers(1, 2000))
 
 
@@ -167,7 +172,7 @@ def test_whatever_is_measured_bounds_hold_and_nothing_raises(
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.builds(Observation, anything, anything, anything, anything, anything, maybe, maybe), max_size=40))
+@given(st.lists(observations_of_anything, max_size=40))
 def test_whatever_is_observed_windows_can_be_shown(observations: list[Observation]) -> None:
     collector, controller = WindowCollector(8), Controller(TunerOptions(), START)
     closed = [window for seen in observations if (window := collector.add(seen)) is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,14 @@ def test_reselections_do_not_distort_the_devices_time_nor_the_update_stall() -> 
     assert (window.disagreement, window.deferred_mass_ratio) == pytest.approx((0.1, 0.5))
 
 
+def test_a_copy_is_part_of_the_devices_time_and_its_usual_one_counts() -> None:
+    paused = steps(1, step_secs=9.0, copy_secs=8.8)
+    window = Window.of([*steps(3, copy_secs=0.02), *paused, *steps(4, copy_secs=0.04), *[reselection()] * 3])
+    assert window.copy_secs == pytest.approx(0.035)  # the middle half: once 0.02, three times 0.04
+    assert window.device_secs == pytest.approx(0.19)
+    assert Window.of(steps(8)).copy_secs == 0.0
+
+
 def test_one_reselection_that_took_three_hours_is_not_what_they_cost() -> None:
     slept = reselection(step_secs=THREE_HOURS, select_stall_secs=THREE_HOURS - 0.3)
     assert Window.of([*steps(6), slept, reselection()]).select_stall_secs == 0.4
@@ -82,7 +91,7 @@ def test_the_first_selection_tells_the_gradient_mass_but_no_cost() -> None:
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf, -1.0, 1e300])
 @pytest.mark.parametrize(
-    "name", ["step_secs", "update_stall_secs", "select_stall_secs", "accumulate_secs", "update_secs"]
+    "name", ["step_secs", "update_stall_secs", "select_stall_secs", "accumulate_secs", "update_secs", "copy_secs"]
 )
 def test_observations_no_clock_can_have_made_are_left_out(name: str, damage: float) -> None:
     damaged = steps(3, **{name: damage})
@@ -130,6 +139,14 @@ def test_over_ranks_the_device_is_the_fastest_and_all_else_the_slowest() -> None
     assert over_ranks(FULL, BARE) == expected == over_ranks(BARE, FULL)
 
 
+def test_over_ranks_the_longest_copy_counts_and_damage_to_it_makes_the_window_unusable() -> None:
+    short, long = replace(FULL, copy_secs=0.004), replace(BARE, copy_secs=0.02)
+    assert over_ranks(short, long).copy_secs == over_ranks(long, short).copy_secs == 0.02
+    assert Window.from_numbers(short.to_numbers()) == short
+    for damage in (math.nan, math.inf, -1.0):
+        assert not over_ranks(short, replace(FULL, copy_secs=damage)).is_usable
+
+
 def test_what_no_rank_has_stays_absent() -> None:
     both = over_ranks(BARE, BARE)
     assert (both.select_stall_secs, both.disagreement, both.deferred_mass_ratio) == (None, None, None)
@@ -142,7 +159,7 @@ def test_where_one_rank_has_nothing_usable_no_rank_has() -> None:
 
 
 def test_numbers_of_another_version_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"`numbers` must be 10 numbers, got 3\. Pass what"):
+    with pytest.raises(ValueError, match=r"`numbers` must be 11 numbers, got 3\. Pass what"):
         Window.from_numbers([1.0, 2.0, 3.0])
 
 

@@ -1,0 +1,62 @@
+"""Lightning's DeepSpeed strategy on every accelerator that DeepSpeed knows: CUDA, ROCm, XPU, NPU and CPU."""
+
+from __future__ import annotations
+
+import atexit
+
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+
+from lightning_zenflow.environment import check_accelerator
+
+
+class AnyAcceleratorStrategy(DeepSpeedStrategy):
+    """`DeepSpeedStrategy` without its three places that refuse everything but CUDA."""
+
+    def setup_environment(self) -> None:
+        """Starts the process group on CUDA, CPU, or another accelerator that DeepSpeed knows.
+
+        Raises:
+            RuntimeError: The accelerator is MPS, or another one than DeepSpeed has chosen.
+        """
+        check_accelerator(self.accelerator)
+        # Past DeepSpeedStrategy, which would refuse everything but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def _init_deepspeed_distributed(self) -> None:
+        from lightning_zenflow.zero.install import without_compiling
+
+        with without_compiling():
+            super()._init_deepspeed_distributed()
+        # Lightning does this for NCCL alone. A group of another backend that outlives Python may abort the exiting process.
+        atexit.unregister(_destroy_process_group)
+        atexit.register(_destroy_process_group)
+
+    def setup_distributed(self) -> None:
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_distributed()
+            return
+        # The base class checks CUDA device indices first, which other accelerators do not have.
+        from lightning.fabric.utilities.seed import reset_seed
+
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    def root_device(self) -> torch.device:
+        device = super().root_device
+        # DeepSpeed compares the index with numbers, and a bare CPU device has none.
+        return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    def _configure_launcher(self) -> None:
+        if self.num_processes * self.num_nodes == 1:
+            self._launcher = None  # nothing to launch, so notebooks work as well
+        else:
+            super()._configure_launcher()
+
+
+def _destroy_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
