@@ -28,9 +28,14 @@ class ZenFlowAdamW(Optimizer):
         decoupled_weight_decay: `True` decays the weight itself (AdamW); `False` adds `weight_decay * weight` to the
             gradient (Adam).
 
+    Attributes:
+        counts_in_integers: Whether checkpoints count steps as DeepSpeed's optimizers do; PyTorch's have a tensor for it.
+
     Raises:
         ValueError: A setting is out of range.
     """
+
+    counts_in_integers = True
 
     def __init__(
         self,

@@ -50,6 +50,6 @@ def refuse_callbacks(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, LearningRateFinder):
             raise ValueError(
-                "`LearningRateFinder` must be left out with ZenFlow: it restores a checkpoint to go on from, which is not"
-                " supported yet. Run it with another strategy."
+                "`LearningRateFinder` must be left out with ZenFlow: it makes a scheduler of PyTorch for the optimizer, which"
+                " takes none of ZeRO's. Run it with another strategy."
             )

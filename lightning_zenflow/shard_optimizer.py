@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_zenflow.offload.protocol import Accumulated
 from lightning_zenflow.schedule import Schedule, StepPlan, block_range
 from lightning_zenflow.selected import HostState, SelectedState
 from lightning_zenflow.selection import agreement
+from lightning_zenflow.shard_state import ShardState, StoredLayout
 from lightning_zenflow.shards import Segment, ShardTable
 from lightning_zenflow.stats import Span, StepStats, Timeline
 from lightning_zenflow.transfer import Transfers
@@ -74,7 +75,7 @@ class ShardOptimizer:
         self._hypers, self._table, self._weights, self.host = hypers, table, weights, host
         self._schedule, self._topk_ratio = schedule, topk_ratio
         self._sum_over_ranks = sum_over_ranks
-        self._transfers = transfers or Transfers()
+        self._transfers, self._device = transfers or Transfers(), device
         self.clock = 0
         self.stats = StepStats()
         self._timeline = Timeline()
@@ -202,8 +203,9 @@ class ShardOptimizer:
             self._in_flight.popleft()
             start, stop = block_range(self._table.numel, self._schedule.update_interval, done.block)
             outbox = self.host.arena.outboxes[done.half]
-            for offset, weights in self._weights.ranges(start, stop):
-                self._transfers.to_device(weights, outbox[offset : offset + weights.numel()], buffer=done.half)
+            with self._timeline("copy block"):
+                for offset, weights in self._weights.ranges(start, stop):
+                    self._transfers.to_device(weights, outbox[offset : offset + weights.numel()], buffer=done.half)
             self._changed = (
                 (min(start, self._changed[0]), max(stop, self._changed[1])) if any(self._changed) else (start, stop)
             )
@@ -272,9 +274,125 @@ class ShardOptimizer:
         self.host.drain()  # waits until the host is idle; nobody else may write to its state
         self.selected.send_home(self._host_state)
 
+    def state(self, layout: StoredLayout, lr_scale: str) -> ShardState:
+        """Where this rank stands, with tensors that are valid until the next step; after `complete_host_state`."""
+        arena, held, numel = self.host.arena, self.host.ledger.held, self._table.numel
+        ranges = [(block_range(numel, len(held), block), count) for block, count in enumerate(held)]
+        outboxes = [
+            (done.block, arena.view(f"outbox{done.half}", 0, stop - start))
+            for done in self.host.waiting
+            for start, stop in [block_range(numel, len(held), done.block)]
+        ]
+        return ShardState(
+            layout=layout,
+            clock=self.clock,
+            skipped_steps=self.stats.skipped_steps,
+            schedule=self._schedule,
+            topk_ratio=self._topk_ratio,
+            lr_scale=lr_scale,
+            columns={self._table.params[param].name: columns.cpu() for param, columns in self.columns.items()},
+            held=held,
+            lr_sums=self.host.ledger.lr_sums,
+            accumulated=[
+                (start, arena.view("accumulator", start, stop))
+                for (start, stop), count in ranges
+                if count and start < stop
+            ],
+            in_flight=list(self._in_flight),
+            waiting=outboxes,
+            device_is_settled=self._device_is_settled,
+            weights=[weights.cpu() for _, weights in self._weights.ranges(0, numel)],
+        )
+
+    def load_state(self, state: ShardState) -> None:
+        """Goes on where `state` was taken; masters and moments lie in the arena already, and the worker is idle.
+
+        Raises:
+            ValueError: The host's memory has no room for so few blocks.
+        """
+        self._start_at(state.clock, state.skipped_steps, state.schedule, state.columns)
+        for start, gradients in state.accumulated:
+            self.host.arena.accumulator[start : start + gradients.numel()] = gradients
+        self.host.restore(state.held, state.lr_sums)
+        for half, (block, values) in enumerate(state.waiting):
+            self.host.arena.outboxes[half][: values.numel()] = values
+            self.host.adopt(block, half)
+        self._launched, self._in_flight = len(state.waiting), deque(state.in_flight)
+        self._device_is_settled = state.device_is_settled
+        for (_, weights), stored in zip(self._weights.ranges(0, self._table.numel), state.weights, strict=True):
+            weights.copy_(stored)
+        self._open_inbox()
+
+    def load_masters(
+        self,
+        clock: int,
+        skipped_steps: int = 0,
+        schedule: Schedule | None = None,
+        columns: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Goes on after step `clock` from masters and moments in the arena, with no gradient held back.
+
+        Without a `schedule` that says otherwise, columns are selected at the next step.
+        """
+        if schedule is None:
+            schedule = self._schedule
+            if schedule.select_interval is not None and clock >= schedule.warm_up_steps:
+                schedule = replace(schedule, select_from=clock + 1)
+        self._start_at(clock, skipped_steps, schedule, columns or {})
+        for start, weights in self._weights.ranges(0, self._table.numel):
+            weights.copy_(self.host.arena.master[start : start + weights.numel()])
+        self._open_inbox()
+
+    def _start_at(self, clock: int, skipped_steps: int, schedule: Schedule, columns: Mapping[str, Tensor]) -> None:
+        self.host.reset()
+        self._in_flight.clear()
+        self._launched, self._device_is_settled = 0, True
+        if schedule.update_interval != self._schedule.update_interval:
+            self.host.rebuild(schedule.update_interval)
+        self.clock, self._schedule = clock, schedule
+        self.stats = StepStats(step=clock, skipped_steps=skipped_steps)
+        numbers = {spec.name: index for index, spec in enumerate(self._table.params)}
+        self.columns = {numbers[name]: chosen.to(self._device) for name, chosen in columns.items()}
+        self.selected.fetch(self._host_state, self.columns)
+
+    def follow(self, wanted: Schedule) -> bool:
+        """Goes on by other settings than those of a checkpoint; settles if blocks or lags change.
+
+        Returns whether weights have changed.
+
+        Raises:
+            ValueError: The host's memory has no room for so few blocks.
+        """
+        now, settled = self._schedule, False
+        selects = wanted.select_interval is not None
+        if selects != (now.select_interval is not None) or _is_cut_otherwise(now, wanted):
+            settled = self.settle()
+        if not selects and self.columns:
+            self.selected.send_home(self._host_state)
+            self.columns = {}
+            self.selected.fetch(self._host_state, self.columns)
+        if wanted.update_interval != now.update_interval:
+            self.host.rebuild(wanted.update_interval)
+        if selects and now.select_interval is not None:
+            counted = now.changed(self.clock, wanted.update_interval, wanted.select_interval).select_from
+            if wanted.select_interval == now.select_interval:
+                counted = now.select_from
+        else:
+            counted = max(self.clock, wanted.warm_up_steps) + 1
+        self._schedule = replace(wanted, select_from=counted)
+        self._open_inbox()
+        return settled
+
+    def retire(self) -> None:
+        """Ends the background process; the host's masters and moments, complete, stay until `close`."""
+        self.complete_host_state()
+        self.host.retire()
+
     def finish_step(self, *, applied: bool) -> None:
         """Closes the step's figures and opens the next one."""
         stall_secs = {name: self._timeline.total_secs(name) for name in ("wait for host", "select")}
+        # Blocks that a settle has copied since the step before belong to no step.
+        copy_secs = self._timeline.total_secs("copy block", since_secs=self._step_started)
         for answer in self.host.take_answers():
             kind = "accumulate" if isinstance(answer, Accumulated) else "update"
             self._timeline.spans.append(Span("host", kind, answer.begin_secs, answer.secs))
@@ -285,6 +403,7 @@ class ShardOptimizer:
             step_secs=time.perf_counter() - self._step_started,
             update_stall_secs=stall_secs["wait for host"],
             select_stall_secs=stall_secs["select"],
+            copy_secs=copy_secs,
             update_interval=self._schedule.update_interval,
             select_interval=self._schedule.select_interval,
             to_host_bytes=self._transfers.to_host_bytes,
@@ -308,3 +427,9 @@ class ShardOptimizer:
         for name in ("inbox", "_host_state"):  # their views would keep the memory mapped
             self.__dict__.pop(name, None)
         self.host.close()
+
+
+def _is_cut_otherwise(now: Schedule, wanted: Schedule) -> bool:
+    """Whether blocks are others, or reach the device at another time."""
+    names = ("update_interval", "warm_up_steps", "overlap", "look_ahead")
+    return any(getattr(now, name) != getattr(wanted, name) for name in names)

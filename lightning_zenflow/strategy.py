@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast  # noqa: F401  (resolves the base class's annotations)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -25,19 +23,21 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from lightning_zenflow import arguments, ds_config
+from lightning_zenflow.any_accelerator import AnyAcceleratorStrategy
 from lightning_zenflow.config import ZenFlowConfig, check_interval
-from lightning_zenflow.environment import TorchThreads, check_accelerator, cores_of_worker
+from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
 from lightning_zenflow.refusals import refuse_callbacks, refuse_unsupported
-from lightning_zenflow.stats import StepStats
+from lightning_zenflow.signals import postponed
+from lightning_zenflow.stats import RunFacts, StepStats
 
 if TYPE_CHECKING:
     from lightning_zenflow.callbacks import AutoTuner
     from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
 
 
-class ZenFlowStrategy(DeepSpeedStrategy):
+class ZenFlowStrategy(AnyAcceleratorStrategy):
     """Trains with ZeRO stage 1 or 2 and the optimizer state in host memory, without waiting for the host.
 
     Use it as `Trainer(strategy="zenflow")` after `import lightning_zenflow`, or make one with settings. The module's own
@@ -85,8 +85,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     def _begin_run(self) -> None:
         self._skipped_steps_logged = 0
-        self._step_is_open = False
-        self._has_ended = False
+        self._step_is_open = self._batch_is_open = False
+        self._has_ended = self._is_complete = False
         self._guard: ModuleGuard | None = None
 
     # -- settings ---------------------------------------------------------------------------------------------------
@@ -130,53 +130,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         except AttributeError:  # a batch sampler does not have to know its batch size, which only logs show
             return 1
 
-    # -- environment ------------------------------------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        """Starts the process group on CUDA, CPU, or another accelerator that DeepSpeed knows.
-
-        Raises:
-            RuntimeError: The accelerator is MPS, or another one than DeepSpeed has chosen.
-        """
-        check_accelerator(self.accelerator)
-        # Past DeepSpeedStrategy, which would refuse everything but CUDA.
-        super(DeepSpeedStrategy, self).setup_environment()
-
-    def _init_deepspeed_distributed(self) -> None:
-        from lightning_zenflow.zero.install import without_compiling
-
-        with without_compiling():
-            super()._init_deepspeed_distributed()
-        # Lightning does this for NCCL alone. A group of another backend that outlives Python may abort the exiting process.
-        atexit.unregister(_destroy_process_group)
-        atexit.register(_destroy_process_group)
-
-    def setup_distributed(self) -> None:
-        if isinstance(self.accelerator, CUDAAccelerator):
-            super().setup_distributed()
-            return
-        # The base class checks CUDA device indices first, which other accelerators do not have.
-        from lightning.fabric.utilities.seed import reset_seed
-
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
-
-    @property
-    def root_device(self) -> torch.device:
-        device = super().root_device
-        # DeepSpeed compares the index with numbers, and a bare CPU device has none.
-        return torch.device("cpu", 0) if device.type == "cpu" else device
-
-    def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes == 1:
-            self._launcher = None  # nothing to launch, so notebooks work as well
-        else:
-            super()._configure_launcher()
-
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
+        self._free_last_run()
         self._begin_run()
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
@@ -189,6 +146,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         super().setup(trainer)
         if self._zero is not None:
             trainer.callbacks.insert(0, self._settle_first)  # type: ignore[attr-defined]
+
+    def _free_last_run(self) -> None:
+        """Lets go of what the last `fit` kept for whoever saves after it."""
+        if self._zero is not None:
+            self._zero.free()
 
     def _add_auto_tuner(self, trainer: Trainer) -> None:
         """Has automatic intervals tuned, by the same callback in every `fit`, so that it goes on with what it has learned."""
@@ -245,6 +207,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             yield
         finally:
             self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+        self._batch_is_open = False
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
@@ -297,6 +260,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             self._guard.refuse_unfrozen()
             self._zero.shard.begin_step()
             self._step_is_open = True
+        if self._zero is not None:
+            self._zero.begin_batch()
+        self._batch_is_open = True
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         if output is None and self.lightning_module.automatic_optimization:
@@ -313,7 +279,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._step_is_open = False
+        self._step_is_open = self._batch_is_open = False
         if self._zero is not None and isinstance(self.config, dict):
             self._zero.clip_grad = self.config["gradient_clipping"]  # until the next step asks for another limit
         self._log_skipped_step()
@@ -337,6 +303,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         `fit` ends with it, before `on_train_end` of callbacks and module. Every rank must call it.
         """
         self._training("settle").settle()
+
+    def _end_training(self) -> None:
+        self.settle()
+        self._is_complete = True
 
     @property
     def intervals(self) -> tuple[int, int | None]:
@@ -375,6 +345,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         engine: Any = self.model
         self._has_ended = True
         try:
+            if self._zero is not None and self._is_complete:
+                self._zero.retire()
             super().teardown()
         finally:
             if self._guard is not None and engine is not self.lightning_module and hasattr(engine, "destroy"):
@@ -452,30 +424,62 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a DeepSpeed checkpoint directory. Training goes on as if nothing had been saved.
+        """Writes a checkpoint directory in DeepSpeed's layout. Training goes on as if nothing had been saved.
 
-        After `fit` only weights are left to save, which is what `validate`, `test` and `predict` need.
-        """
-        if self._zero is not None and self._has_ended:
-            rank_zero_warn(
-                "`fit` has ended, and the optimizer state with it: the checkpoint holds the weights alone. To save both, use"
-                " ModelCheckpoint(save_last=True) or save in `on_train_end`."
-            )
-            self.deepspeed_engine.save_zero_checkpoint = False
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads weights for `validate`, `test` and `predict`.
+        Every rank must call it. The directory appears as a whole once all ranks have written, or not at all. After `fit` it
+        holds everything as well, as `fit` left it, until the next run of the Trainer.
 
         Raises:
-            NotImplementedError: In `fit`; resuming is not supported yet.
+            CheckpointError: It could not be written; what was there before is untouched.
+            TypeError: `storage_options` is given, which DeepSpeed's layout has no use for.
         """
-        from lightning_zenflow.zero.stage12 import RESUME_MESSAGE
+        from lightning_zenflow.zero.save import Saving
+
+        if storage_options is not None:
+            raise TypeError(f"`storage_options` must be None with ZenFlow, got {storage_options!r}. Leave it out.")
+        target = Path(self.broadcast(os.fspath(filepath)))
+        if self._is_complete and self._zero is not None:
+            self._zero.adopt_weights()
+        with postponed():  # a handler that saves as well must wait until this is done
+            saving = Saving(target, self.global_rank, self.reduce_boolean_decision)
+            saving.run(
+                self.deepspeed_engine,
+                {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")},
+                weights_only="optimizer_states" not in checkpoint,
+                with_partial_step=not self._batch_is_open,
+                exclude_frozen=self.exclude_frozen_parameters,
+            )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Resumes `fit` where the checkpoint was saved; loads the masters' weights for `validate`, `test` and `predict`.
+
+        Args:
+            checkpoint_path: A directory that `ZenFlowStrategy` or Lightning's `DeepSpeedStrategy` has written.
+            weights_only: Whether its files must hold nothing but tensors and plain types.
+
+        Raises:
+            CheckpointError: It is not there, damaged, or of another model; the message names it and what to do.
+        """
+        from lightning_zenflow.checkpoint import directory
 
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            raise NotImplementedError(RESUME_MESSAGE)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        path = Path(checkpoint_path)
+        directory.verify(path)
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        from lightning_zenflow.zero.load import resume
+
+        strict = self.lightning_module.strict_loading
+        client_state = resume(self.deepspeed_engine, path, strict=strict, weights_only=weights_only)
+        self._skipped_steps_logged = self.step_stats.skipped_steps
+        return dict(client_state)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint that is no longer wanted: as a whole, or not at all."""
+        from lightning_zenflow.checkpoint import directory
+
+        if self.is_global_zero:
+            directory.remove(Path(filepath))
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -486,47 +490,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             strategy_registry.register(name, cls, f"ZenFlow on ZeRO stage {stage or 2}", override=True, **settings)
 
 
-def _destroy_process_group() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What a rank works on.
-
-    Attributes:
-        stage: ZeRO stage.
-        shard_numel: Elements of the rank's shard, padding included.
-        fewest_blocks: Smallest `update_interval` for which the host's memory has room.
-        memory_steps: Steps that AdamW's second moment remembers, 1 / (1 - beta2); the least of all groups.
-        select_unit_steps: Steps of which `select_interval` is a multiple: those of an epoch, or 1.
-    """
-
-    stage: int
-    shard_numel: int
-    fewest_blocks: int
-    memory_steps: float
-    select_unit_steps: int
-
-
-def zenflow_strategy(trainer: Trainer, callback: str) -> ZenFlowStrategy:
-    """The Trainer's strategy, for a callback that needs it.
-
-    Raises:
-        TypeError: It is another one. The message names the callback.
-    """
-    if not isinstance(trainer.strategy, ZenFlowStrategy):
-        raise TypeError(
-            f"`strategy` must be zenflow for {callback}, got {type(trainer.strategy).__name__}. Set strategy='zenflow' or"
-            " remove the callback."
-        )
-    return trainer.strategy
-
-
 class _SettleFirst(Callback):
     """Stands before all other callbacks, so that whoever reads or replaces weights in `on_train_end` finds the final ones."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, ZenFlowStrategy)
-        trainer.strategy.settle()
+        trainer.strategy._end_training()

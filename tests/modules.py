@@ -124,6 +124,18 @@ def weights(module: Small) -> Tensor:
     return torch.cat([param.detach().float().flatten() for param in module.net.parameters()])
 
 
+def masters(trainer: Trainer) -> dict[str, Tensor]:
+    """The fp32 masters of all trained parameters of the module's net, by name; for one rank."""
+    assert isinstance(trainer.strategy, ZenFlowStrategy) and trainer.strategy._zero is not None
+    zero = trainer.strategy._zero
+    zero.complete()
+    found = {}
+    for segment in zero._tables[0].segments:
+        flat = zero.shard.host.arena.master[segment.start : segment.stop]
+        found[segment.spec.name.removeprefix("net.")] = flat.clone().view(segment.spec.shape)
+    return found
+
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,

@@ -60,6 +60,12 @@ class Arena:
         region = self.layout.regions[name]
         return torch.frombuffer(self._map, dtype=region.dtype, count=region.numel, offset=region.offset_bytes)
 
+    def view(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """The elements `start` to `stop` of a region, with a storage of their own: `torch.save` writes them alone."""
+        region = self.layout.regions[name]
+        offset = region.offset_bytes + start * region.dtype.itemsize
+        return torch.frombuffer(self._map, dtype=region.dtype, count=stop - start, offset=offset)
+
     def rebuild(self, blocks: int) -> None:
         """Both sides, each for itself: makes the outbox halves fit this number of blocks. What they hold is lost.
 
@@ -81,11 +87,22 @@ class Arena:
 
         The trainer alone: the worker comes to a rebuild later, and would take pages that the trainer has pinned since.
         """
-        spare_nbytes = self.layout.regions["master"].offset_bytes - self.layout.exchange_nbytes
-        if spare_nbytes:
+        self._give_back(self.layout.exchange_nbytes, self.layout.regions["master"].offset_bytes)
+
+    def keep_state(self) -> None:
+        """Trainer, once the worker has ended: unpins, and gives back everything but masters and moments.
+
+        Slots, outbox halves and accumulator read as zeros afterwards.
+        """
+        self.unpin()
+        self._give_back(0, self.layout.regions["master"].offset_bytes)
+        self._give_back(self.layout.regions["accumulator"].offset_bytes, self.layout.nbytes)
+
+    def _give_back(self, start_bytes: int, stop_bytes: int) -> None:
+        if start_bytes < stop_bytes:
             assert self._map is not None
             with contextlib.suppress(OSError):  # where the system does not take it back, it is only memory
-                self._map.madvise(mmap.MADV_REMOVE, self.layout.exchange_nbytes, spare_nbytes)
+                self._map.madvise(mmap.MADV_REMOVE, start_bytes, stop_bytes - start_bytes)
 
     @classmethod
     def create(cls, layout: ArenaLayout) -> Arena:

@@ -43,7 +43,9 @@ class HostClient:
         self._channel = Channel(process, timeout_secs)
         self._watch = DeathWatch(process.pidfd, self._channel.death_to_tell)
         # Runs once: on close, when the client is dropped, or when the interpreter ends.
-        self._release = weakref.finalize(self, _release, os.getpid(), self._watch, process, arena)
+        self._release: weakref.finalize[..., HostClient] = weakref.finalize(
+            self, _release, os.getpid(), self._watch, process, arena
+        )
 
     @classmethod
     def start(cls, layout: ArenaLayout, group_ends: Sequence[int], *, pin: bool = False, **settings: Any) -> HostClient:
@@ -148,6 +150,18 @@ class HostClient:
         self._channel.launch(command)
         self.ledger.restore(command)
 
+    def reset(self) -> None:
+        """Forgets what is accumulated and under way, before a checkpoint is loaded. Waits until the worker is idle."""
+        self.drain()
+        self._channel.updated.clear()
+        if any(self.ledger.held):
+            self.arena.accumulator.zero_()
+            self.restore([0] * len(self.ledger.held), [[0.0] * len(sums) for sums in self.ledger.lr_sums])
+
+    def adopt(self, block: int, half: int) -> None:
+        """Takes outbox `half` for a finished update of `block`, after it was filled from a checkpoint: collect it as usual."""
+        self._channel.updated.append(Updated(block, half, 0, 0.0, 0.0))
+
     def rebuild(self, blocks: int) -> None:
         """Cuts the shard into another number of blocks. Waits until the worker is idle, at most `timeout_secs`.
 
@@ -191,6 +205,22 @@ class HostClient:
         """Raises `WorkerDied` if the worker has ended. Does not wait."""
         self._channel.check()
 
+    @property
+    def waiting(self) -> tuple[Updated, ...]:
+        """Finished updates that nobody has collected, oldest first; complete once `drain` has returned."""
+        return tuple(self._channel.updated)
+
+    def retire(self) -> None:
+        """Ends the worker and gives back all memory but masters and moments, which stay until `close`."""
+        if self._channel.is_closed:
+            return
+        self._channel.is_closed = True
+        self._release.detach()
+        self._release = weakref.finalize(self, _release_arena, os.getpid(), self.arena)
+        self._watch.stop()
+        self._process.stop()
+        self.arena.keep_state()
+
     def close(self) -> None:
         """Ends the worker, unpins and returns the memory. Idempotent, bounded, and fine if the worker is dead."""
         self._channel.is_closed = True
@@ -221,4 +251,9 @@ def _release(owner_pid: int, watch: DeathWatch, process: WorkerProcess, arena: A
     try:
         process.stop()
     finally:
+        arena.close()
+
+
+def _release_arena(owner_pid: int, arena: Arena) -> None:
+    if os.getpid() == owner_pid:
         arena.close()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_zenflow.adamw import adamw_, deferred_lr
 from lightning_zenflow.offload.affinity import bind
 from lightning_zenflow.offload.arena import Arena
+from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.lifeline import Lifeline, TrainerGone
 from lightning_zenflow.offload.protocol import (
     Accumulate,
@@ -42,6 +43,20 @@ Piece = tuple[int, int, int]
 """Start, stop and group of a run of elements, at most `CHUNK_NUMEL` long."""
 
 
+class HostMemory(Protocol):
+    """A shard's tensors, as `Arena` describes them."""
+
+    layout: ArenaLayout
+    slots: tuple[Tensor, Tensor]
+    outboxes: tuple[Tensor, Tensor]
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    accumulator: Tensor
+
+    def rebuild(self, blocks: int) -> None: ...
+
+
 class HostAdamW:
     """The two passes over the shard.
 
@@ -55,7 +70,7 @@ class HostAdamW:
         check: Called between pieces; an exception it raises ends the pass.
     """
 
-    def __init__(self, arena: Arena, start: Start, threads: int, check: Callable[[], None]) -> None:
+    def __init__(self, arena: HostMemory, start: Start, threads: int, check: Callable[[], None]) -> None:
         layout = arena.layout
         self._arena = arena
         self._group_ends = start.group_ends

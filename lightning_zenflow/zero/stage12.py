@@ -6,6 +6,7 @@ fp32 partitions become views of the arena, and its own step is replaced.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_zenflow.shard_optimizer import Outcome, ShardOptimizer
 from lightning_zenflow.shards import ParamSpec, Segment, ShardTable
 from lightning_zenflow.signals import postponed
 from lightning_zenflow.weights import ShardWeights
+from lightning_zenflow.zero.stored import StoresState
 
 _CPU_PIECE_NUMEL = 1 << 18
 """On CPU a gradient is measured, packed and copied in pieces of this size, which stay in cache; kernels of a GPU want it
@@ -58,7 +60,7 @@ class RunSettings:
         )
 
 
-class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
+class ZenFlowZeroOptimizer(StoresState, DeepSpeedZeroOptimizer):
     """DeepSpeed's ZeRO-1/2 optimizer with ZenFlow's step.
 
     Attributes:
@@ -70,7 +72,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
     reduce_bucket_size: int
 
     def __init__(self, init_optimizer: ZenFlowAdamW, *args: Any, settings: RunSettings, **kwargs: Any) -> None:
-        self._settings = settings
+        self.settings = settings
         super().__init__(init_optimizer, *args, **kwargs)
 
     # -- start and end ----------------------------------------------------------------------------------------------
@@ -87,16 +89,16 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
         self._segments: dict[int, Segment] = {}
         for segment in table.segments:
             self._segments[id(self._params[segment.param])] = segment
-        config = self._settings.config
+        config = self.settings.config
         layout = ArenaLayout(table.numel, self.dtype, config.update_interval_steps(), fewest_blocks=1)
         client = HostClient.start(
             layout,
             table.group_ends,
-            cores=self._settings.worker_cores or None,
+            cores=self.settings.worker_cores or None,
             lr_scale=config.deferred_lr_scale,
             timeout_secs=config.worker_timeout_secs,
             pin=get_accelerator().device_name() == "cuda",
-            local_ranks=self._settings.local_ranks,
+            local_ranks=self.settings.local_ranks,
         )
         try:
             self._move_masters(client, table)
@@ -105,7 +107,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
                 table,
                 ShardWeights(table, [parts[self._rank] for parts in self.parallel_partitioned_bit16_groups]),
                 client,
-                self._settings.schedule(),
+                self.settings.schedule(),
                 topk_ratio=config.topk_ratio,
                 wire_dtype=self.dtype,
                 device=self._device,
@@ -140,11 +142,16 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
         """DeepSpeed would keep an fp32 gradient here, 4 bytes a parameter; `ZenFlowStrategy.gradient` replaces it."""
 
     def destroy(self) -> None:
-        """Ends the background process, then lets DeepSpeed remove its hooks."""
+        """Ends the background process, unless its state is kept for a checkpoint, then lets DeepSpeed remove its hooks."""
+        if not self._is_retired:
+            self.free()
+        super().destroy()
+
+    def free(self) -> None:
+        """Ends the background process and gives all host memory back. Idempotent."""
         shard = self.__dict__.get("shard")
         if shard is not None:
             shard.close()
-        super().destroy()
         for partition in self.single_partition_of_fp32_groups:
             partition.data = torch.empty(0)  # the last views of the arena: its memory is returned with them
 
@@ -214,6 +221,30 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
             if segment.param in self._sums:
                 self._deliver(segment, None)
 
+    def own_weights(self) -> Iterator[tuple[Segment, Tensor]]:
+        for segment in self._tables[self._rank].segments:
+            flat = self._params[segment.param].detach().reshape(-1)
+            yield segment, flat[segment.param_start : segment.param_start + segment.numel].cpu()
+
+    def partial_step(self) -> dict[str, Tensor]:
+        names = {id(param): self._tables[0].params[index].name for index, param in enumerate(self._params)}
+        if self.partition_gradients:
+            return {self._tables[0].params[index].name: total.cpu() for index, total in self._sums.items()}
+        grads = ((names[id(param)], self.get_param_gradient_attribute(param)) for param in self._params)
+        return {name: grad.cpu() for name, grad in grads if grad is not None}
+
+    def put_partial_step(self, saved: Mapping[str, Tensor]) -> None:
+        for index, param in enumerate(self._params):
+            stored = saved.get(self._tables[0].params[index].name)
+            if stored is None:
+                continue
+            if self.partition_gradients:
+                self._sums[index] = stored.to(device=self._device, copy=True)
+            elif self.use_grad_accum_attribute:
+                param.grad_accum = stored.to(device=self._device, copy=True)
+            else:
+                param.grad = stored.to(device=self._device, dtype=param.dtype, copy=True)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients received since the last step as well, as it would where they still lay on the device."""
         super().zero_grad(set_to_none)
@@ -259,23 +290,13 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
         """Applies every gradient the host holds; afterwards the model's weights are the rounded masters."""
         with postponed():
             if self.shard.settle():
-                self._gather_all_weights()
+                self.gather_weights()
 
     def change_intervals(self, update_interval: int, select_interval: int | None) -> None:
         """Other intervals from the next step on. Every rank must call it with the same values."""
         with postponed():
             if self.shard.change_intervals(update_interval, select_interval):
-                self._gather_all_weights()
-
-    def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's own layout, with the fp32 masters complete. Training goes on as if nothing had been saved."""
-        with postponed():
-            self.shard.complete_host_state()
-        return super().state_dict()
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses: resuming is not supported yet."""
-        raise NotImplementedError(RESUME_MESSAGE)
+                self.gather_weights()
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Refuses: the state is on the host already."""
@@ -291,7 +312,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
         """Sends the other ranks what changed here: the selected values and one block, or everything after a barrier."""
         start, stop = outcome.changed
         if stop - start == self._tables[self._rank].numel:
-            self._gather_all_weights()
+            self.gather_weights()
             return
         layouts = self._layouts()
         count = max(layout.numel for layout in layouts)
@@ -319,7 +340,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
             self._all_layouts = [SelectedLayout(table, self.shard.columns, self._device) for table in self._tables]
         return self._all_layouts
 
-    def _gather_all_weights(self) -> None:
+    def gather_weights(self) -> None:
         if self._world_size > 1:
             all_gather_dp_groups(
                 groups_flat=self.bit16_groups_flat,
@@ -328,9 +349,3 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
                 start_alignment_factor=self.nccl_start_alignment_factor,
                 allgather_bucket_size=self.allgather_bucket_size,
             )
-
-
-RESUME_MESSAGE = (
-    "Resuming training from a checkpoint is not supported yet by `ZenFlowStrategy`. Start without `ckpt_path`, or begin anew"
-    " with its weights: deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(directory)."
-)

@@ -193,6 +193,6 @@ def test_yaml_with_a_class_path_and_an_option_train_in_somebody_elses_command_li
     assert made.step_stats.step == cli.trainer.global_step == 3
 
 
-def test_the_learning_rate_finder_which_resumes_in_between_is_refused_by_name() -> None:
+def test_the_learning_rate_finder_which_makes_a_scheduler_of_its_own_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="`LearningRateFinder` must be left out"):
         fit(Small(), callbacks=[LearningRateFinder()])

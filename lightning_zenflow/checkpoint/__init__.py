@@ -1,0 +1,1 @@
+"""Checkpoint directories: how they are put in place, checked and read."""

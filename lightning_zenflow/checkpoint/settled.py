@@ -1,0 +1,123 @@
+"""Masters and moments as they are once every gradient that the host held back is applied.
+
+For another number of ranks, where blocks are cut elsewhere: what a settle would have done before saving is done here,
+by the same code on the stored tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.adamw import Hyper
+from lightning_zenflow.offload.layout import ArenaLayout
+from lightning_zenflow.offload.protocol import Restore, Start, Update
+from lightning_zenflow.offload.worker import HostAdamW
+from lightning_zenflow.selected import SelectedLayout
+from lightning_zenflow.shard_state import ShardState
+from lightning_zenflow.shards import Piece, ShardTable
+
+KINDS = {"fp32": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+class Source(Protocol):
+    """fp32 masters and moments by parameter name."""
+
+    def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor: ...
+
+
+@dataclass
+class _Memory:
+    """A shard's host state in ordinary memory, flat `[numel]`."""
+
+    layout: ArenaLayout
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    accumulator: Tensor
+    outboxes: tuple[Tensor, Tensor]
+    slots: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0), torch.empty(0)))
+
+    @classmethod
+    def of(cls, table: ShardTable, source: Source, state: ShardState) -> _Memory:
+        layout = ArenaLayout(table.numel, state.layout.wire_dtype, len(state.held))
+        master, exp_avg, exp_avg_sq, accumulator = (torch.zeros(table.numel) for _ in range(4))
+        for kind, region in zip(KINDS, (master, exp_avg, exp_avg_sq), strict=True):
+            for segment in table.segments:
+                region[segment.start : segment.stop] = source.read(
+                    segment.spec.name, kind, segment.param_start, segment.numel
+                )
+        for start, gradients in state.accumulated:
+            accumulator[start : start + gradients.numel()] = gradients
+        outbox = torch.empty(layout.outbox_numel, dtype=layout.wire_dtype)
+        return cls(layout, master, exp_avg, exp_avg_sq, accumulator, (outbox, outbox))
+
+    def rebuild(self, blocks: int) -> None:
+        raise NotImplementedError
+
+
+class SettledSource:
+    """A checkpoint, read as if it had been settled before it was saved.
+
+    Args:
+        source: The checkpoint as it is stored.
+        states: The state of every rank that saved it, in order.
+        groups: Settings of each parameter group.
+    """
+
+    def __init__(self, source: Source, states: Sequence[ShardState], groups: Sequence[Hyper]) -> None:
+        self._source, self._states, self._groups = source, states, tuple(groups)
+        self._specs = {spec.name: spec for spec in states[0].layout.params}
+        # One shard at a time: parameters are asked for in the order in which shards hold them.
+        self._shard = lru_cache(maxsize=1)(self._settle)
+
+    def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor:
+        """A slice of a parameter's fp32 master or moment, flat."""
+        spec, layout = self._specs[name], self._states[0].layout
+        out = torch.empty(spec.numel - start if numel is None else numel)
+        partition = layout.partition_numels[spec.group]
+        at = 0
+        while at < out.numel():
+            rank, inside = divmod(spec.offset + start + at, partition)
+            count = min(out.numel() - at, partition - inside)
+            first = layout.table(rank).group_start(spec.group) + inside
+            out[at : at + count] = getattr(self._shard(rank), KINDS[kind])[first : first + count]
+            at += count
+        return out
+
+    def _settle(self, rank: int) -> _Memory:
+        state = self._states[rank]
+        table = state.layout.table(rank)
+        memory = _Memory.of(table, self._source, state)
+        # Blocks hold a shadow of the selected elements, whose own state is stored: it is put back afterwards.
+        numbers = {spec.name: index for index, spec in enumerate(table.params)}
+        chosen = {numbers[name]: columns for name, columns in state.columns.items()}
+        selected = SelectedLayout(table, chosen, torch.device("cpu"))
+        regions = (memory.master, memory.exp_avg, memory.exp_avg_sq)
+        kept = [_pack(selected, region) for region in regions]
+        start = Start(memory.layout, table.group_ends, None, state.lr_scale)
+        host = HostAdamW(memory, start, 1, lambda: None)
+        host.ledger.restore(Restore(tuple(state.held), tuple(tuple(sums) for sums in state.lr_sums)))
+        for block in range(len(state.held)):
+            host.update(Update(block, 0, state.clock, 0.0, self._groups))
+        for region, packed in zip(regions, kept, strict=True):
+            selected.unpack(packed, _view(region))
+        return memory
+
+
+def _view(flat: Tensor) -> Callable[[Piece], Tensor]:
+    def view(piece: Piece) -> Tensor:
+        return flat[piece.start : piece.stop]
+
+    return view
+
+
+def _pack(layout: SelectedLayout, flat: Tensor) -> Tensor:
+    packed = torch.empty(layout.numel)
+    layout.pack(_view(flat), packed)
+    return packed

@@ -1,0 +1,129 @@
+"""What a rank knows beyond masters and moments, as a checkpoint holds it: plain types and tensors, nothing else.
+
+DeepSpeed's own files hold the fp32 masters and moments. Everything else that the course of training depends on is here:
+the clock, what the host has accumulated but not applied, the block in flight, the weights as the device shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.shards import ParamSpec, ShardTable
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """How the parameters were cut over the ranks.
+
+    Attributes:
+        params: All parameters, in order.
+        partition_numels: Elements of one rank's partition of each group, padding included.
+        rank: Whose state this is.
+        world_size: How many ranks there were.
+        wire_dtype: dtype of the device's weights.
+    """
+
+    params: tuple[ParamSpec, ...]
+    partition_numels: tuple[int, ...]
+    rank: int
+    world_size: int
+    wire_dtype: torch.dtype
+
+    def table(self, rank: int) -> ShardTable:
+        """What `rank` owned."""
+        return ShardTable.build(self.params, self.partition_numels, rank)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "params": [[spec.name, list(spec.shape), spec.group, spec.offset] for spec in self.params],
+            "partition_numels": list(self.partition_numels),
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "wire_dtype": str(self.wire_dtype).removeprefix("torch."),
+        }
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> StoredLayout:
+        params = [ParamSpec(name, tuple(shape), group, offset) for name, shape, group, offset in plain["params"]]
+        dtype = getattr(torch, plain["wire_dtype"])
+        return cls(tuple(params), tuple(plain["partition_numels"]), plain["rank"], plain["world_size"], dtype)
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """Where a rank stands between two steps.
+
+    Attributes:
+        layout: Of the shard.
+        clock: Applied steps.
+        skipped_steps: Steps skipped because a gradient was not finite.
+        schedule: When things happen.
+        topk_ratio: Share of columns that are selected.
+        lr_scale: `deferred_lr_scale`.
+        columns: Selected columns by parameter name, int64.
+        held: Steps that each block holds.
+        lr_sums: Their rates' sums, for each block and group.
+        accumulated: Start in the shard and fp32 gradient sums, for ranges that hold any.
+        in_flight: How many steps each block under way stands for, oldest first.
+        waiting: Block and weights (model's dtype) of updates that the device has not seen, oldest first.
+        device_is_settled: Whether the device shows the masters themselves.
+        weights: The shard's weights as the device shows them, flat in the model's dtype, one tensor per group.
+        partial: fp32 or model-dtype sums of the micro-batches of a step that is not complete, by parameter name.
+    """
+
+    layout: StoredLayout
+    clock: int
+    skipped_steps: int
+    schedule: Schedule
+    topk_ratio: float
+    lr_scale: str
+    columns: Mapping[str, Tensor]
+    held: Sequence[int]
+    lr_sums: Sequence[Sequence[float]]
+    accumulated: Sequence[tuple[int, Tensor]]
+    in_flight: Sequence[int]
+    waiting: Sequence[tuple[int, Tensor]]
+    device_is_settled: bool
+    weights: Sequence[Tensor]
+    partial: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As it is written: loads with `torch.load(weights_only=True)`."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plain["layout"] = self.layout.to_plain()
+        plain["schedule"] = asdict(self.schedule)
+        for name in ("held", "in_flight", "weights"):
+            plain[name] = list(plain[name])
+        plain["lr_sums"] = [list(sums) for sums in self.lr_sums]
+        for name in ("accumulated", "waiting"):
+            plain[name] = [list(pair) for pair in plain[name]]
+        for name in ("columns", "partial"):
+            plain[name] = dict(plain[name])
+        return {"format": FORMAT, **plain}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> ShardState:
+        """Reads what `to_plain` made.
+
+        Raises:
+            ValueError: It is of another format.
+        """
+        if plain.get("format") != FORMAT:
+            raise ValueError(
+                f"`format` of ZenFlow's state must be {FORMAT}, got {plain.get('format')!r}. Resume with the version of"
+                " lightning-zenflow that saved it."
+            )
+        fields = {name: plain[name] for name in cls.__dataclass_fields__}
+        fields["layout"] = StoredLayout.of_plain(plain["layout"])
+        fields["schedule"] = Schedule(**plain["schedule"])
+        for name in ("accumulated", "waiting"):
+            fields[name] = [tuple(pair) for pair in plain[name]]
+        return cls(**fields)

@@ -1,0 +1,92 @@
+"""The files of a checkpoint in DeepSpeed's layout: their names and what is in them. Collectives only where it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
+from torch import Tensor
+
+from lightning_zenflow.checkpoint.directory import TAG
+from lightning_zenflow.zero.stored import StoresState
+
+
+def state_name(rank: int) -> str:
+    """Name of the file with `ShardState` of a rank."""
+    return f"zenflow_rank_{rank:04}.pt"
+
+
+def rank_files(engine: Any, zero: StoresState, *, weights_only: bool, with_partial_step: bool) -> dict[str, Any]:
+    """What every rank writes, by file name: its masters and moments, and what only ZenFlow knows.
+
+    With `weights_only` the masters alone. The tensors are views that are valid until the next step.
+    """
+    optimizer = zero.state_dict()
+    if weights_only:
+        optimizer["base_optimizer_state"] = {**optimizer["base_optimizer_state"], "state": {}}
+    states = {"optimizer_state_dict": optimizer, "ds_config": engine.config, "ds_version": _version()}
+    files: dict[str, Any] = {Path(engine._get_zero_ckpt_name("", TAG)).name: states}
+    if not weights_only:
+        own = zero.own_state(with_partial_step=with_partial_step)
+        files[state_name(own.layout.rank)] = own.to_plain()
+    return files
+
+
+def model_file(
+    engine: Any, masters: Sequence[Tensor], client_state: Mapping[str, Any], *, exclude_frozen: bool
+) -> dict[str, Any]:
+    """What the first rank writes, by file name: the model's weights, and the state of the Trainer.
+
+    Args:
+        engine: DeepSpeed's.
+        masters: Of each group, flat, in the model's dtype; they take the place of the weights that the device shows, which
+            may be extrapolated. Empty if there is no ZeRO optimizer.
+        client_state: What Lightning stores.
+        exclude_frozen: Leaves parameters out that are not trained.
+    """
+    zero = engine.optimizer if isinstance(engine.optimizer, StoresState) else None
+    module = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+    if zero is not None:
+        _put_masters(engine, zero, module, masters)
+    has_frozen = zero is not None and engine.zero_optimization_partition_gradients() and not exclude_frozen
+    state = engine._common_checkpoint_state(module, zero is not None, has_frozen)
+    # Without it, DeepSpeed's converter to universal checkpoints asks for a flag.
+    state[UNIVERSAL_CHECKPOINT_INFO] = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    return {Path(engine._get_ckpt_name("", TAG)).name: {**state, **client_state}}
+
+
+def _put_masters(engine: Any, zero: StoresState, module: dict[str, Tensor], masters: Sequence[Tensor]) -> None:
+    specs = {spec.name: spec for spec in zero.stored_layout().params}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        spec = specs.get(engine.param_names.get(param, name))
+        if spec is not None and name in module:
+            flat = masters[spec.group][spec.offset : spec.offset + spec.numel]
+            module[name] = flat.view(module[name].shape)
+
+
+def _version() -> str:
+    import deepspeed
+
+    return str(deepspeed.__version__)
+
+
+def write(path: Path, content: Any) -> None:
+    """Writes one file with `torch.save`.
+
+    Without checksums, which nobody reads and which would take longer than writing: `torch.load` does not compare them.
+    """
+    from torch.serialization import get_crc32_options, set_crc32_options
+
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        torch.save(content, path)
+    finally:
+        set_crc32_options(before)

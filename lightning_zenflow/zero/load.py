@@ -1,0 +1,127 @@
+"""Resuming: from our own checkpoint bit for bit, from one of other ranks settled, from plain DeepSpeed's with its moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_zenflow.adamw import Hyper
+from lightning_zenflow.checkpoint import directory
+from lightning_zenflow.checkpoint.errors import CheckpointError
+from lightning_zenflow.checkpoint.reader import StoredCheckpoint
+from lightning_zenflow.checkpoint.settled import SettledSource
+from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.shard_state import ShardState
+from lightning_zenflow.zero import files
+from lightning_zenflow.zero.stored import StoresState
+
+
+def resume(engine: Any, path: Path, *, strict: bool, weights_only: bool | None) -> Mapping[str, Any]:
+    """Restores weights, optimizer and counters; returns what Lightning has stored. Every rank must call it.
+
+    Args:
+        engine: DeepSpeed's, before its first step, with our ZeRO optimizer.
+        path: The checkpoint directory.
+        strict: Whether the module must have the very parameters and buffers of the checkpoint.
+        weights_only: Whether files must hold nothing but tensors and plain types; `None` if Lightning's part need not.
+
+    Raises:
+        CheckpointError: It is damaged, holds no optimizer, or belongs to another model.
+    """
+    zero: StoresState = engine.optimizer
+    directory.verify(path)
+    stored = StoredCheckpoint.open(path, weights_only=weights_only)
+    if not stored.has_moments:
+        raise CheckpointError(
+            f"`ckpt_path` must hold the optimizer to resume training, got {str(path)!r} with weights alone. Save without"
+            " `save_weights_only`, or begin anew with its weights: `lightning-zenflow export` makes a file for"
+            " `load_from_checkpoint`."
+        )
+    _check_parameters(zero, stored, path)
+    engine.load_module_state_dict({"module": stored.module, "frozen_param_fragments": None}, strict=strict)
+    zero.load_groups(stored.param_groups)
+    zero.load_loss_scaler(stored.loss_scaler)
+    _restore(zero, stored, path)
+    zero.gather_weights()
+    for name, value in stored.counters.items():
+        setattr(engine, name, value)
+    return stored.client_state
+
+
+def _check_parameters(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
+    expected = {spec.name: tuple(spec.shape) for spec in zero.stored_layout().params}
+    for name, shape in expected.items():
+        if name not in stored.shapes:
+            raise CheckpointError(
+                f"`ckpt_path` must hold every trained parameter of the module, got {str(path)!r} without `{name}`. Is it of"
+                " another model, or was the parameter frozen then?"
+            )
+        if tuple(stored.shapes[name]) != shape:
+            raise CheckpointError(
+                f"`{name}` must have the shape of the checkpoint, {list(stored.shapes[name])}, got {list(shape)}. Build the"
+                " module with the arguments that it was saved with."
+            )
+    unknown = sorted(set(stored.shapes) - set(expected))
+    if unknown:
+        raise CheckpointError(
+            f"The module must train every parameter that the checkpoint {str(path)!r} has state for, got one without"
+            f" `{unknown[0]}` ({len(unknown)} in all). Is it of another model, or is the parameter frozen now?"
+        )
+
+
+def _restore(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
+    states = _states(path, stored.world_size)
+    if states is None:
+        zero.load_masters(stored)
+        zero.shard.load_masters(stored.step or 0, int(stored.counters.get("skipped_steps", 0)))
+        rank_zero_info(f"Resumed after step {stored.step} from a checkpoint of DeepSpeed, with its moments.")
+        return
+    layout = zero.stored_layout()
+    mine = states[layout.rank] if layout.rank < len(states) else states[0]
+    if mine.layout == layout:
+        zero.load_masters(stored)
+        zero.shard.load_state(mine)
+        zero.load_partial_step(mine.partial)
+        _follow(zero, mine.schedule)
+        return
+    why = (
+        f"{len(states)} ranks saved it and {layout.world_size} resume"
+        if len(states) != layout.world_size
+        else "the parameters are cut or rounded in another way"
+    )
+    rank_zero_info(f"Resumed after step {mine.clock}: {why}, so gradients that the host held are applied now.")
+    if any(state.partial for state in states):
+        rank_zero_warn(
+            "The micro-batches of a step that was not complete are dropped: their sums belong to other ranks."
+        )
+    source = SettledSource(stored, states, [Hyper.of(dict(group)) for group in stored.param_groups])
+    zero.load_masters(source)
+    zero.shard.load_masters(mine.clock, mine.skipped_steps, mine.schedule, mine.columns)
+    _follow(zero, mine.schedule)
+
+
+def _follow(zero: StoresState, stored: Schedule) -> None:
+    """Settings that were changed since then hold from now on; automatic intervals stay as they were."""
+    config, wanted = zero.settings.config, zero.settings.schedule()
+    if config.update_interval == "auto":
+        wanted = replace(wanted, update_interval=stored.update_interval)
+    if config.select_interval == "auto" and wanted.select_interval is not None and stored.select_interval is not None:
+        wanted = replace(wanted, select_interval=stored.select_interval)
+    if zero.shard.follow(wanted):
+        rank_zero_info(
+            "The settings are others than in the checkpoint, so gradients that the host held are applied now."
+        )
+
+
+def _states(path: Path, world_size: int) -> list[ShardState] | None:
+    """The own state of every rank that saved; `None` for a checkpoint that is not ours."""
+    folder = path / directory.TAG
+    paths = [folder / files.state_name(rank) for rank in range(world_size)]
+    if not paths[0].exists():
+        return None
+    return [ShardState.of_plain(torch.load(file, map_location="cpu", mmap=True, weights_only=True)) for file in paths]

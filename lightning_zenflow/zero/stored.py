@@ -1,0 +1,215 @@
+"""What goes into a checkpoint and comes out of it, whatever the ZeRO stage."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from lightning_zenflow.checkpoint.settled import Source
+from lightning_zenflow.optimizer import ZenFlowAdamW
+from lightning_zenflow.shard_optimizer import ShardOptimizer
+from lightning_zenflow.shard_state import ShardState, StoredLayout
+from lightning_zenflow.shards import Segment, ShardTable
+from lightning_zenflow.signals import postponed
+
+_log = logging.getLogger(__name__)
+
+_GATHER_NUMEL = 1 << 24
+"""Masters of other ranks pass through the device in pieces of this size."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# What optimizers of PyTorch and DeepSpeed look for in their groups, in case this run's optimizer had no need of it.
+_GROUP_DEFAULTS: dict[str, Any] = {
+    "bias_correction": True,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+
+
+class StoresState:
+    """The part of a ZeRO adapter that saves and restores. Attributes are those of the adapter and of DeepSpeed's optimizer."""
+
+    shard: ShardOptimizer
+    optimizer: ZenFlowAdamW
+    single_partition_of_fp32_groups: list[Tensor]
+    dtype: torch.dtype
+    loss_scaler: Any
+    _tables: list[ShardTable]
+    _rank: int
+    _world_size: int
+    _device: torch.device
+    settings: Any
+    dp_process_group: Any
+    _is_retired = False
+    _partial_step: Mapping[str, Tensor] = {}
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Makes the host's masters and moments complete, and the worker idle. Training goes on as if nothing had happened."""
+        if not self._is_retired:
+            with postponed():
+                self.shard.complete_host_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state in DeepSpeed's own layout, so that its tools and a plain `DeepSpeedStrategy` can read it.
+
+        The tensors are views that are valid until the next step.
+        """
+        self.complete()
+        self.optimizer.state.clear()
+        for group, partition in enumerate(self.single_partition_of_fp32_groups):
+            self.optimizer.state[partition] = self._moments(group)
+        try:
+            state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        finally:
+            self.optimizer.state.clear()
+        groups = state["base_optimizer_state"]["param_groups"]
+        state["base_optimizer_state"]["param_groups"] = [{**_GROUP_DEFAULTS, **group} for group in groups]
+        return state
+
+    def _moments(self, group: int) -> dict[str, Any]:
+        table, arena = self._tables[self._rank], self.shard.host.arena
+        part = slice(table.group_start(group), table.group_ends[group])
+        clock = self.shard.clock
+        # PyTorch counts steps in a tensor, DeepSpeed's optimizers in an integer.
+        step = clock if self.optimizer.counts_in_integers else torch.tensor(float(clock))
+        return {"step": step, **{name: getattr(arena, name)[part] for name in MOMENTS}}
+
+    def stored_layout(self) -> StoredLayout:
+        """How the parameters are cut over the ranks."""
+        table = self._tables[self._rank]
+        numels = [end - table.group_start(group) for group, end in enumerate(table.group_ends)]
+        return StoredLayout(table.params, tuple(numels), self._rank, self._world_size, self.dtype)
+
+    def own_state(self, *, with_partial_step: bool) -> ShardState:
+        """What DeepSpeed's layout has no place for.
+
+        Args:
+            with_partial_step: Whether the micro-batches of a step that is not complete yet are part of it.
+        """
+        self.complete()
+        state = self.shard.state(self.stored_layout(), self.settings.config.deferred_lr_scale)
+        return replace(state, partial=self.partial_step()) if with_partial_step else state
+
+    def rounded_masters(self) -> list[Tensor]:
+        """The masters of all ranks in the model's dtype on the CPU, flat, one tensor per group; empty on other ranks than 0.
+
+        Every rank must call it. The device needs memory for a small piece only.
+        """
+        mine, gathered = self.shard.host.arena.master, []
+        for group, end in enumerate(self._tables[self._rank].group_ends):
+            part = mine[self._tables[self._rank].group_start(group) : end]
+            if self._world_size == 1:
+                gathered.append(part.to(self.dtype))
+                continue
+            whole = torch.empty(self._world_size, part.numel() if self._rank == 0 else 0, dtype=self.dtype)
+            for start in range(0, part.numel(), _GATHER_NUMEL):
+                piece = part[start : start + _GATHER_NUMEL].to(device=self._device, dtype=self.dtype)
+                everyone = torch.empty(self._world_size * piece.numel(), dtype=self.dtype, device=self._device)
+                # As bytes, since not every backend gathers 16-bit floats.
+                dist.all_gather_into_tensor(
+                    everyone.view(torch.uint8), piece.view(torch.uint8), group=self.dp_process_group
+                )
+                if self._rank == 0:
+                    whole[:, start : start + piece.numel()] = everyone.view(self._world_size, -1).cpu()
+            gathered.append(whole.view(-1))
+        return gathered if self._rank == 0 else []
+
+    def retire(self) -> None:
+        """After the last step: ends the background process and keeps what a checkpoint needs, until `free`."""
+        try:
+            self.shard.retire()
+        except RuntimeError as error:  # training is over: a background process that failed now is no reason to lose it
+            _log.warning("The optimizer state cannot be saved any more: %s", error)
+            self.shard.close()
+        self._is_retired = True
+
+    def adopt_weights(self) -> None:
+        """After the last step: where a callback or the user has replaced weights since, the masters follow.
+
+        Averaged weights, for example, are then what a checkpoint holds.
+        """
+        master = self.shard.host.arena.master
+        for segment, weights in self.own_weights():
+            part = master[segment.start : segment.stop]
+            changed = part.to(weights.dtype) != weights
+            part[changed] = weights[changed].to(part.dtype)
+
+    def own_weights(self) -> Iterator[tuple[Segment, Tensor]]:
+        """This rank's part of each parameter of the module as it is now, flat on the CPU."""
+        raise NotImplementedError
+
+    def partial_step(self) -> dict[str, Tensor]:
+        """Sums of the micro-batches of a step that is not complete, by parameter name."""
+        raise NotImplementedError
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: `ZenFlowStrategy.load_checkpoint` restores, by parameter name and from any layout."""
+        raise NotImplementedError("ZenFlow restores through `trainer.fit(ckpt_path=...)`.")
+
+    def load_masters(self, source: Source) -> None:
+        """Fills this rank's masters and moments; the worker must be idle."""
+        self.shard.host.reset()
+        arena = self.shard.host.arena
+        for kind, region in (("fp32", arena.master), *((name, getattr(arena, name)) for name in MOMENTS)):
+            for segment in self._tables[self._rank].segments:
+                values = source.read(segment.spec.name, kind, segment.param_start, segment.numel)
+                region[segment.start : segment.stop] = values
+
+    def load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over learning rates and the like of a checkpoint, as every optimizer does.
+
+        Raises:
+            ValueError: There is another number of groups.
+        """
+        groups = self.optimizer.param_groups
+        if len(saved) != len(groups):
+            raise ValueError(
+                f"The optimizer must have as many parameter groups as in the checkpoint, {len(saved)}, got {len(groups)}."
+                " Return the same groups from `configure_optimizers`."
+            )
+        for group, stored in zip(groups, saved, strict=True):
+            known = group.keys() | {"initial_lr"}
+            group.update({name: value for name, value in stored.items() if name in known and name != "params"})
+
+    def load_loss_scaler(self, saved: Mapping[str, Any] | None) -> None:
+        """Goes on with the scale of a dynamic loss scaler."""
+        if saved and self.loss_scaler.dynamic and saved.get("dynamic"):
+            vars(self.loss_scaler).update(
+                {name: value for name, value in saved.items() if name in vars(self.loss_scaler)}
+            )
+
+    def gather_weights(self) -> None:
+        """Sends the weights of this rank to the others, and takes theirs."""
+        raise NotImplementedError
+
+    def begin_batch(self) -> None:
+        """Before each micro-batch: after a resume in the middle of a step, its first micro-batches are put back.
+
+        Not earlier, since Lightning clears gradients when training starts.
+        """
+        saved, self._partial_step = self._partial_step, {}
+        if saved:
+            self.put_partial_step(saved)
+
+    def load_partial_step(self, saved: Mapping[str, Tensor]) -> None:
+        """Goes on with the micro-batches of a step that was not complete."""
+        self._partial_step = saved
+
+    def put_partial_step(self, saved: Mapping[str, Tensor]) -> None:
+        """Sets what `partial_step` has returned."""
+        raise NotImplementedError
