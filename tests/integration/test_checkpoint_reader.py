@@ -522,9 +522,9 @@ def test_objects_whose_class_is_gone_are_named(copied, monkeypatch):
 def test_what_the_user_allows_to_load_stays_allowed_and_nothing_else(saved):
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
-    before = torch.serialization.get_safe_globals()
+    before = set(torch.serialization.get_safe_globals())
     StoredCheckpoint.open(saved[1, "2 fp32"].path)
-    assert torch.serialization.get_safe_globals() == before
+    assert set(torch.serialization.get_safe_globals()) == before
     with torch.serialization.safe_globals([ZeroStageEnum]):
         StoredCheckpoint.open(saved[1, "2 fp32"].path)
         assert ZeroStageEnum in torch.serialization.get_safe_globals()
@@ -728,6 +728,17 @@ def test_ranks_of_different_steps_are_refused(copied, refusal):
 
     change(path / "checkpoint" / SECOND, edit)
     assert "must all be of one step, got ['4', '7']. A save was cut off over an older one" in refusal(path)
+
+
+def test_ranks_of_different_models_under_zero_3_are_refused(copied, refusal):
+    path = copied(2, "3 fp32")
+
+    def edit(stored: dict[str, Any]) -> None:
+        flats = stored["optimizer_state_dict"]["fp32_flat_groups"]
+        flats[0] = flats[0][:-1].clone()
+
+    change(path / "checkpoint" / SECOND, edit)
+    assert "must hold equal parts, got [" in refusal(path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
