@@ -16,6 +16,7 @@ from .trainer import ZenFlowCLI
 TOOLS = {
     "doctor": "Tells what this machine can do, and whether ZenFlow will run on it.",
     "estimate": "Tells memory, step time and intervals of a model, before a machine is rented.",
+    "export": "Writes the weights of a checkpoint into one file, for load_from_checkpoint or as safetensors.",
     "report": "Draws where the time of a recorded run went.",
 }
 """Subcommands that train nothing: each is a module of this package with a function `main`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.adamw import Hyper
+from lightning_zenflow.blocks import DeferredBlocks
 from lightning_zenflow.gradients import GradientInbox
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.protocol import Accumulated
-from lightning_zenflow.schedule import Schedule, StepPlan, block_range
+from lightning_zenflow.schedule import Schedule, StepPlan
 from lightning_zenflow.selected import HostState, SelectedState
 from lightning_zenflow.selection import agreement
 from lightning_zenflow.shard_state import ShardState, StoredLayout
@@ -81,10 +81,7 @@ class ShardOptimizer:
         self._timeline = Timeline()
         self._figures: dict[str, Any] = {}
         self._host_secs = {"accumulate": 0.0, "update": 0.0}
-        self._in_flight: deque[int] = deque()  # how many steps each block under way stands for, oldest first
-        self._launched = 0
-        self._changed = (0, 0)
-        self._device_is_settled = True
+        self._blocks = DeferredBlocks(host, weights, table.numel, self._transfers, self._timeline)
         arena = host.arena
         self._host_state = HostState(arena.master, arena.exp_avg, arena.exp_avg_sq)
         self.selected = SelectedState(table, wire_dtype, device)
@@ -139,7 +136,7 @@ class ShardOptimizer:
         )
         with self._timeline("gradient norm"):
             norm = self.grad_norm(loss_scale)
-        self._changed = (0, 0)
+        self._blocks.begin_step()
         if not math.isfinite(norm):  # all ranks see the same sum, so all of them skip
             self._figures = {"grad_norm": norm, "grad_norm_clipped": math.nan}
             return Outcome(applied=False, grad_norm=norm)
@@ -151,8 +148,9 @@ class ShardOptimizer:
                 self._reselect()
 
         with self._timeline("launch"):
-            self._launch_accumulate(factor, groups)
-            self._launch_block(plan, groups)
+            self.host.accumulate(self.clock % 2, factor, tuple(group.lr for group in groups))
+            if plan.block is not None:
+                self._blocks.launch(plan.block, plan.step, plan.look_ahead, groups)
         with self._timeline("optimizer"):
             self.selected.update(groups, factor, plan.step)
         self._receive_blocks(plan, groups)
@@ -160,55 +158,14 @@ class ShardOptimizer:
             self.selected.write(self._weights.view)
 
         self.clock = plan.step
-        return Outcome(applied=True, grad_norm=norm, changed=self._changed)
-
-    def _launch_accumulate(self, factor: float, groups: tuple[Hyper, ...]) -> None:
-        self.host.accumulate(self.clock % 2, factor, tuple(group.lr for group in groups))
-
-    def _launch_block(self, plan: StepPlan, groups: tuple[Hyper, ...]) -> None:
-        """Lets the host update this step's block while the device goes on; warm-up has no block of its own."""
-        if plan.block is not None:
-            self._launch_update(plan.block, plan.step, plan.look_ahead, groups)
-            self._device_is_settled = False
-
-    def _launch_update(self, block: int, clock: int, look_ahead: float, groups: tuple[Hyper, ...]) -> None:
-        half = self._launched % 2
-        # The half was copied to the device two blocks ago; the host must not fill it before that copy is done.
-        self._transfers.wait_to_device(half)
-        self._in_flight.append(self.host.ledger.held[block])
-        self.host.update(block, half, clock, look_ahead, groups)
-        self._launched += 1
+        return Outcome(applied=True, grad_norm=norm, changed=self._blocks.changed)
 
     def _receive_blocks(self, plan: StepPlan, groups: tuple[Hyper, ...]) -> None:
         """Brings to the device what is due at this step: always the same blocks, waiting if need be."""
-        if plan.block is None:
-            self._update_all_blocks(plan.step, groups)
+        if plan.block is None:  # in warm-up
+            self._blocks.update_all(plan.step, groups)
         else:
-            self._collect(keep=plan.lag)
-
-    def _update_all_blocks(self, clock: int, groups: tuple[Hyper, ...]) -> None:
-        """Updates every block with what it holds and shows the device the masters themselves."""
-        for block in range(self._schedule.update_interval):
-            self._launch_update(block, clock, 0.0, groups)
-            self._collect(keep=1)  # the copy of one block overlaps the update of the next
-        self._collect(keep=0)
-        self._device_is_settled = True
-        self._changed = (0, self._table.numel)
-
-    def _collect(self, keep: int) -> None:
-        """Copies finished blocks into the weights, oldest first, until only `keep` are under way."""
-        while self.host.outstanding > keep:
-            with self._timeline("wait for host"):
-                done = self.host.collect()  # bounded by `worker_timeout_secs`
-            self._in_flight.popleft()
-            start, stop = block_range(self._table.numel, self._schedule.update_interval, done.block)
-            outbox = self.host.arena.outboxes[done.half]
-            with self._timeline("copy block"):
-                for offset, weights in self._weights.ranges(start, stop):
-                    self._transfers.to_device(weights, outbox[offset : offset + weights.numel()], buffer=done.half)
-            self._changed = (
-                (min(start, self._changed[0]), max(stop, self._changed[1])) if any(self._changed) else (start, stop)
-            )
+            self._blocks.collect(keep=plan.lag)
 
     def settle(self) -> bool:
         """Applies every gradient the host holds and shows the device the masters. Returns whether anything changed.
@@ -216,10 +173,9 @@ class ShardOptimizer:
         The barrier of DESIGN section 2.3, and the end of training: no gradient is lost. Gradients that were received for
         the step to come stay as they are.
         """
-        if self._device_is_settled:
+        if self._blocks.is_settled:
             return False
-        self._collect(keep=0)
-        self._update_all_blocks(self.clock, self._hypers())
+        self._blocks.update_all(self.clock, self._hypers())
         self.selected.write_masters(self._weights.view)
         return True
 
@@ -233,7 +189,7 @@ class ShardOptimizer:
         self.columns = board.winners(self._topk_ratio)
         self._transfers.to_device_bytes += self.selected.fetch(self._host_state, self.columns)
         self.inbox.gather_selected()
-        self._changed = (0, self._table.numel)
+        self._blocks.changed = (0, self._table.numel)
         self._figures["selection_agreement"] = agreement(before, self.columns)
         self._figures["deferred_mass_ratio"] = board.deferred_mass_ratio(self.columns)
 
@@ -258,9 +214,7 @@ class ShardOptimizer:
         with self._timeline("settle"):
             if update_interval != self._schedule.update_interval:
                 settled = self.settle()
-                for half in (0, 1):
-                    self._transfers.wait_to_device(half)  # the outbox halves are about to move
-                self.host.rebuild(update_interval)
+                self._blocks.rebuild(update_interval)
         self._schedule = schedule
         self._open_inbox()  # whether columns are selected at the next step may be different now
         return settled
@@ -276,13 +230,6 @@ class ShardOptimizer:
 
     def state(self, layout: StoredLayout, lr_scale: str) -> ShardState:
         """Where this rank stands, with tensors that are valid until the next step; after `complete_host_state`."""
-        arena, held, numel = self.host.arena, self.host.ledger.held, self._table.numel
-        ranges = [(block_range(numel, len(held), block), count) for block, count in enumerate(held)]
-        outboxes = [
-            (done.block, arena.view(f"outbox{done.half}", 0, stop - start))
-            for done in self.host.waiting
-            for start, stop in [block_range(numel, len(held), done.block)]
-        ]
         return ShardState(
             layout=layout,
             clock=self.clock,
@@ -291,17 +238,8 @@ class ShardOptimizer:
             topk_ratio=self._topk_ratio,
             lr_scale=lr_scale,
             columns={self._table.params[param].name: columns.cpu() for param, columns in self.columns.items()},
-            held=held,
-            lr_sums=self.host.ledger.lr_sums,
-            accumulated=[
-                (start, arena.view("accumulator", start, stop))
-                for (start, stop), count in ranges
-                if count and start < stop
-            ],
-            in_flight=list(self._in_flight),
-            waiting=outboxes,
-            device_is_settled=self._device_is_settled,
-            weights=[weights.cpu() for _, weights in self._weights.ranges(0, numel)],
+            weights=[weights.cpu() for _, weights in self._weights.ranges(0, self._table.numel)],
+            **self._blocks.state(),
         )
 
     def load_state(self, state: ShardState) -> None:
@@ -311,14 +249,7 @@ class ShardOptimizer:
             ValueError: The host's memory has no room for so few blocks.
         """
         self._start_at(state.clock, state.skipped_steps, state.schedule, state.columns)
-        for start, gradients in state.accumulated:
-            self.host.arena.accumulator[start : start + gradients.numel()] = gradients
-        self.host.restore(state.held, state.lr_sums)
-        for half, (block, values) in enumerate(state.waiting):
-            self.host.arena.outboxes[half][: values.numel()] = values
-            self.host.adopt(block, half)
-        self._launched, self._in_flight = len(state.waiting), deque(state.in_flight)
-        self._device_is_settled = state.device_is_settled
+        self._blocks.load_state(state)
         for (_, weights), stored in zip(self._weights.ranges(0, self._table.numel), state.weights, strict=True):
             weights.copy_(stored)
         self._open_inbox()
@@ -344,11 +275,7 @@ class ShardOptimizer:
         self._open_inbox()
 
     def _start_at(self, clock: int, skipped_steps: int, schedule: Schedule, columns: Mapping[str, Tensor]) -> None:
-        self.host.reset()
-        self._in_flight.clear()
-        self._launched, self._device_is_settled = 0, True
-        if schedule.update_interval != self._schedule.update_interval:
-            self.host.rebuild(schedule.update_interval)
+        self._blocks.reset(schedule.update_interval)
         self.clock, self._schedule = clock, schedule
         self.stats = StepStats(step=clock, skipped_steps=skipped_steps)
         numbers = {spec.name: index for index, spec in enumerate(self._table.params)}
@@ -372,7 +299,7 @@ class ShardOptimizer:
             self.columns = {}
             self.selected.fetch(self._host_state, self.columns)
         if wanted.update_interval != now.update_interval:
-            self.host.rebuild(wanted.update_interval)
+            self._blocks.rebuild(wanted.update_interval)
         if selects and now.select_interval is not None:
             counted = now.changed(self.clock, wanted.update_interval, wanted.select_interval).select_from
             if wanted.select_interval == now.select_interval:
@@ -410,7 +337,7 @@ class ShardOptimizer:
             to_device_bytes=self._transfers.to_device_bytes,
             worker_accumulate_secs=self._host_secs["accumulate"],
             worker_update_secs=self._host_secs["update"],
-            deferred_age_steps=max(0, *self._in_flight, *self.host.ledger.held),
+            deferred_age_steps=self._blocks.oldest_age_steps,
             spans=self._timeline.take(),
             **self._figures,
         )

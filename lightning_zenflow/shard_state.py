@@ -77,6 +77,8 @@ class ShardState:
         device_is_settled: Whether the device shows the masters themselves.
         weights: The shard's weights as the device shows them, flat in the model's dtype, one tensor per group.
         partial: fp32 or model-dtype sums of the micro-batches of a step that is not complete, by parameter name.
+        received: In manual optimization, gradients that a step has not applied: this rank's part, in the model's dtype.
+        configured: Update and selection interval that were asked for: steps, or `auto`. The schedule's may be others since.
     """
 
     layout: StoredLayout
@@ -94,6 +96,8 @@ class ShardState:
     device_is_settled: bool
     weights: Sequence[Tensor]
     partial: Mapping[str, Tensor] = field(default_factory=dict)
+    received: Mapping[str, Tensor] = field(default_factory=dict)
+    configured: tuple[int | str, int | str] = ("auto", "auto")
 
     def to_plain(self) -> dict[str, Any]:
         """As it is written: loads with `torch.load(weights_only=True)`."""
@@ -105,8 +109,9 @@ class ShardState:
         plain["lr_sums"] = [list(sums) for sums in self.lr_sums]
         for name in ("accumulated", "waiting"):
             plain[name] = [list(pair) for pair in plain[name]]
-        for name in ("columns", "partial"):
+        for name in ("columns", "partial", "received"):
             plain[name] = dict(plain[name])
+        plain["configured"] = list(plain["configured"])
         return {"format": FORMAT, **plain}
 
     @classmethod
@@ -124,6 +129,7 @@ class ShardState:
         fields = {name: plain[name] for name in cls.__dataclass_fields__}
         fields["layout"] = StoredLayout.of_plain(plain["layout"])
         fields["schedule"] = Schedule(**plain["schedule"])
+        fields["configured"] = tuple(plain["configured"])
         for name in ("accumulated", "waiting"):
             fields[name] = [tuple(pair) for pair in plain[name]]
         return cls(**fields)

@@ -16,7 +16,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies.strategy import TBroadcast  # noqa: F401  (resolves the base class's annotations)
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -146,6 +146,8 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         super().setup(trainer)
         if self._zero is not None:
             trainer.callbacks.insert(0, self._settle_first)  # type: ignore[attr-defined]
+            assert isinstance(self.config, dict)
+            self._zero.stored_clip_norm = float(trainer.gradient_clip_val or self.config["gradient_clipping"])
 
     def _free_last_run(self) -> None:
         """Lets go of what the last `fit` kept for whoever saves after it."""
@@ -262,15 +264,20 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
             self._step_is_open = True
         if self._zero is not None:
             self._zero.begin_batch()
-        self._batch_is_open = True
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        if output is None and self.lightning_module.automatic_optimization:
+        if not self.lightning_module.automatic_optimization:
+            self._batch_is_open = False  # backward is done, whether a step followed or not
+        elif output is None:
             raise ValueError(
                 "`training_step` must return a loss with ZenFlow, got None: other ranks would wait for its gradients. Leave"
                 " unwanted batches out in the data loader."
             )
         return output
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._batch_is_open = True  # from here on, gradients of this micro-batch mix with those of earlier ones
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._zero is not None:
@@ -309,6 +316,12 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         self._is_complete = True
 
     @property
+    def _is_fitted(self) -> bool:
+        """Whether `fit` has come to its end without an exception."""
+        module = self.lightning_module
+        return self._zero is not None and module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+
+    @property
     def intervals(self) -> tuple[int, int | None]:
         """Update interval and selection interval in steps, as they are now; `None` if nothing is ever selected.
 
@@ -343,6 +356,8 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
     def teardown(self) -> None:
         """Ends the background process and makes the module an ordinary one again, also after an exception."""
         engine: Any = self.model
+        if self._is_fitted and not self._is_complete:
+            self._end_training()  # a finished run was resumed: nothing was left to train, and no hook was called
         self._has_ended = True
         try:
             if self._zero is not None and self._is_complete:
@@ -440,6 +455,11 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         target = Path(self.broadcast(os.fspath(filepath)))
         if self._is_complete and self._zero is not None:
             self._zero.adopt_weights()
+        if self._batch_is_open and self.lightning_module and self.lightning_module.trainer.accumulate_grad_batches > 1:
+            rank_zero_warn(
+                f"{str(target)!r} is saved between the backward pass of a micro-batch and the end of it, and does not hold"
+                " gradients of earlier micro-batches of this step. Save in `on_train_batch_end` to resume exactly."
+            )
         with postponed():  # a handler that saves as well must wait until this is done
             saving = Saving(target, self.global_rank, self.reduce_boolean_decision)
             saving.run(

@@ -167,6 +167,18 @@ def no_shared_memory_left() -> Iterator[None]:
         pytest.fail(f"The test left shared memory behind: {left()}")
 
 
+@pytest.fixture(autouse=True)
+def workers_start_fast(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In tests of training, background processes are forked; `real_worker` marks those that need one as users have it."""
+    if "integration" not in request.path.parts or request.node.get_closest_marker("real_worker"):
+        yield
+        return
+    from tests.forked import forked_workers
+
+    with forked_workers():
+        yield
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
@@ -185,8 +197,10 @@ def free_port() -> int:
 
 _RANK_PROGRAM = """
 import importlib, json, sys, torch
+from tests.forked import forked_workers
 module, _, name = sys.argv[1].partition(":")
-result = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
+with forked_workers():
+    result = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))
 torch.save(result, sys.argv[3])
 """
 

@@ -122,13 +122,14 @@ def fit(
     *,
     train: DataLoader[Tensor] | None = None,
     val: DataLoader[Tensor] | None = None,
+    ckpt_path: str | None = None,
     **settings: Any,
 ) -> Trainer:
     """Trains, 20 steps unless `max_steps` says otherwise, and validates if there is `val`."""
     if val is not None:
         settings = {"limit_val_batches": None, "val_check_interval": 2, "num_sanity_val_steps": 0, **settings}
     made = trainer(**settings)
-    made.fit(Tiny() if module is None else module, batches() if train is None else train, val)
+    made.fit(Tiny() if module is None else module, batches() if train is None else train, val, ckpt_path=ckpt_path)
     return made
 
 

@@ -135,7 +135,9 @@ def discard(staging: Path) -> None:
 
 
 def remove(target: StrPath) -> None:
-    """Deletes a checkpoint: a directory, a file, or a link (what it points to stays). Does nothing if it is absent.
+    """Deletes a checkpoint: a directory, a file, or a link (what it points to stays), if it is there.
+
+    Also what a killed removal of this very name left behind.
 
     Its name is gone first; if the rest cannot be deleted then, a warning is logged.
 
@@ -144,11 +146,12 @@ def remove(target: StrPath) -> None:
         OSError: It cannot be taken away.
     """
     target = _local(target)
+    aside = removing_path(target)
     if not target.is_dir():
         target.unlink(missing_ok=True)
+        _clean_up(aside)  # of a removal that was killed: a resumed run removes again, but never saves under that name
         return
     # A link to a directory goes the same way; neither rename nor delete follow it.
-    aside = removing_path(target)
     delete(aside)
     os.rename(target, aside)
     sync(target.parent)

@@ -64,6 +64,7 @@ class ModelFile:
         client_state: Everything that is not DeepSpeed's.
         counters: DeepSpeed's counts of steps and samples.
         written_by: Version of DeepSpeed.
+        config: DeepSpeed's config of the run; empty if it is not stored.
     """
 
     stage: int
@@ -77,6 +78,7 @@ class ModelFile:
     client_state: dict[str, Any]
     counters: dict[str, int]
     written_by: str | None
+    config: dict[str, Any]
 
     @classmethod
     def load(cls, files: CheckpointFiles, stage: int | None, weights_only: bool | None) -> ModelFile:
@@ -140,6 +142,7 @@ class ModelFile:
             client_state={key: value for key, value in stored.items() if key not in _DEEPSPEED_KEYS},
             counters={key: int(stored.get(key) or 0) for key in _COUNTERS},
             written_by=stored.get("ds_version"),
+            config=dict(stored.get("ds_config") or {}),
         )
 
 

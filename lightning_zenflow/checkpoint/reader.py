@@ -45,6 +45,7 @@ class StoredCheckpoint:
         param_groups: Settings of each group (`lr`, `betas`, ...); empty dicts where the file has none.
         loss_scaler: Numbers of the fp16 loss scaler; `None` for a scale that is always 1.
         written_by: Version of DeepSpeed.
+        config: DeepSpeed's config of the run; empty if it is not stored.
     """
 
     stage: int
@@ -62,6 +63,7 @@ class StoredCheckpoint:
     param_groups: list[dict[str, Any]]
     loss_scaler: dict[str, Any] | None
     written_by: str | None
+    config: dict[str, Any]
     _layout: Layout = field(repr=False)
     _order: list[str] = field(repr=False)
 
@@ -102,6 +104,7 @@ class StoredCheckpoint:
             param_groups=facts.param_groups,
             loss_scaler=facts.loss_scaler,
             written_by=model.written_by,
+            config=model.config,
             _layout=layout,
             _order=model.order,
         )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.checkpoint import directory
 from lightning_zenflow.checkpoint.errors import CheckpointError
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
-from lightning_zenflow.checkpoint.settled import SettledSource
-from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.checkpoint.settled import SettledSource, Source
 from lightning_zenflow.shard_state import ShardState
 from lightning_zenflow.zero import files
 from lightning_zenflow.zero.stored import StoresState
@@ -77,7 +77,7 @@ def _check_parameters(zero: StoresState, stored: StoredCheckpoint, path: Path) -
 def _restore(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
     states = _states(path, stored.world_size)
     if states is None:
-        zero.load_masters(stored)
+        zero.load_masters(_Multiplied(stored, _divisor(stored)))
         zero.shard.load_masters(stored.step or 0, int(stored.counters.get("skipped_steps", 0)))
         rank_zero_info(f"Resumed after step {stored.step} from a checkpoint of DeepSpeed, with its moments.")
         return
@@ -86,8 +86,8 @@ def _restore(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
     if mine.layout == layout:
         zero.load_masters(stored)
         zero.shard.load_state(mine)
-        zero.load_partial_step(mine.partial)
-        _follow(zero, mine.schedule)
+        zero.load_partial_step(mine)
+        _follow(zero, mine)
         return
     why = (
         f"{len(states)} ranks saved it and {layout.world_size} resume"
@@ -95,22 +95,45 @@ def _restore(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
         else "the parameters are cut or rounded in another way"
     )
     rank_zero_info(f"Resumed after step {mine.clock}: {why}, so gradients that the host held are applied now.")
-    if any(state.partial for state in states):
+    if any(state.partial or state.received for state in states):
         rank_zero_warn(
             "The micro-batches of a step that was not complete are dropped: their sums belong to other ranks."
         )
     source = SettledSource(stored, states, [Hyper.of(dict(group)) for group in stored.param_groups])
     zero.load_masters(source)
     zero.shard.load_masters(mine.clock, mine.skipped_steps, mine.schedule, mine.columns)
-    _follow(zero, mine.schedule)
+    _follow(zero, mine)
 
 
-def _follow(zero: StoresState, stored: Schedule) -> None:
-    """Settings that were changed since then hold from now on; automatic intervals stay as they were."""
-    config, wanted = zero.settings.config, zero.settings.schedule()
-    if config.update_interval == "auto":
+def _divisor(stored: StoredCheckpoint) -> int:
+    """What the gradients of a plain run were divided by once too often.
+
+    Under `DeepSpeedStrategy` Lightning divides the loss by `accumulate_grad_batches`, tells DeepSpeed of it, and DeepSpeed
+    divides again. Adam does not care, until it meets gradients of another scale than its moments.
+    """
+    by_lightning = "pytorch-lightning_version" in stored.client_state
+    return int(stored.config.get("gradient_accumulation_steps") or 1) if by_lightning else 1
+
+
+@dataclass(frozen=True)
+class _Multiplied:
+    """A checkpoint as if its gradients had been `factor` times as large."""
+
+    source: Source
+    factor: int
+
+    def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor:
+        return self.source.read(name, kind, start, numel).mul_(self.factor ** {"fp32": 0, "exp_avg": 1}.get(kind, 2))
+
+
+def _follow(zero: StoresState, state: ShardState) -> None:
+    """Settings that were changed since then hold from now on; intervals that were changed while training stay as they were."""
+    wanted, stored = zero.settings.schedule(), state.schedule
+    update_interval, select_interval = zero.settings.configured
+    if update_interval in ("auto", state.configured[0]):
         wanted = replace(wanted, update_interval=stored.update_interval)
-    if config.select_interval == "auto" and wanted.select_interval is not None and stored.select_interval is not None:
+    selects = wanted.select_interval is not None and stored.select_interval is not None
+    if selects and select_interval in ("auto", state.configured[1]):
         wanted = replace(wanted, select_interval=stored.select_interval)
     if zero.shard.follow(wanted):
         rank_zero_info(

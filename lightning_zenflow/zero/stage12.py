@@ -50,6 +50,12 @@ class RunSettings:
     worker_cores: list[int] = field(default_factory=list)
     local_ranks: int = 1
 
+    @property
+    def configured(self) -> tuple[int | str, int | str]:
+        """The update interval and the selection interval that were asked for: steps, or `auto`."""
+        config = self.config
+        return config.update_interval, "auto" if config.select_interval == "auto" else self.select_interval
+
     def schedule(self) -> Schedule:
         return Schedule(
             update_interval=self.config.update_interval_steps(),
@@ -233,7 +239,16 @@ class ZenFlowZeroOptimizer(StoresState, DeepSpeedZeroOptimizer):
         grads = ((names[id(param)], self.get_param_gradient_attribute(param)) for param in self._params)
         return {name: grad.cpu() for name, grad in grads if grad is not None}
 
-    def put_partial_step(self, saved: Mapping[str, Tensor]) -> None:
+    def received(self) -> dict[str, Tensor]:
+        if not self.shard.inbox.has_gradients:
+            return {}
+        self.grad_norm()  # completes what has arrived
+        return {segment.spec.name: self.shard.inbox.read(segment) for segment in self._segments.values()}
+
+    def put_partial_step(self, saved: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
+        for segment in self._segments.values():
+            if segment.spec.name in received:
+                self.shard.receive(segment, received[segment.spec.name].to(self._device))
         for index, param in enumerate(self._params):
             stored = saved.get(self._tables[0].params[index].name)
             if stored is None:

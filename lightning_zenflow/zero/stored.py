@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
@@ -36,15 +37,24 @@ _GROUP_DEFAULTS: dict[str, Any] = {
     "fused": None,
 }
 
+# What the optimizer's class and arguments say, and no checkpoint: Adam's does not make an Adam of an AdamW.
+_OPTIMIZERS_OWN = {"params", "decoupled_weight_decay", *_GROUP_DEFAULTS}
+
 
 class StoresState:
-    """The part of a ZeRO adapter that saves and restores. Attributes are those of the adapter and of DeepSpeed's optimizer."""
+    """The part of a ZeRO adapter that saves and restores. Attributes are those of the adapter and of DeepSpeed's optimizer.
 
+    Attributes:
+        stored_clip_norm: The run's limit of the gradient norm. Plain DeepSpeed goes on with the limit of a checkpoint.
+    """
+
+    stored_clip_norm: float = 0.0
     shard: ShardOptimizer
     optimizer: ZenFlowAdamW
     single_partition_of_fp32_groups: list[Tensor]
     dtype: torch.dtype
     loss_scaler: Any
+    elastic_checkpoint: bool
     _tables: list[ShardTable]
     _rank: int
     _world_size: int
@@ -52,7 +62,7 @@ class StoresState:
     settings: Any
     dp_process_group: Any
     _is_retired = False
-    _partial_step: Mapping[str, Tensor] = {}
+    _partial_step: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -68,6 +78,7 @@ class StoresState:
         The tensors are views that are valid until the next step.
         """
         self.complete()
+        self.elastic_checkpoint = False  # one layout for all: an elastic run reads it as well
         self.optimizer.state.clear()
         for group, partition in enumerate(self.single_partition_of_fp32_groups):
             self.optimizer.state[partition] = self._moments(group)
@@ -75,8 +86,11 @@ class StoresState:
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         finally:
             self.optimizer.state.clear()
+        state["clip_grad"] = self.stored_clip_norm
         groups = state["base_optimizer_state"]["param_groups"]
-        state["base_optimizer_state"]["param_groups"] = [{**_GROUP_DEFAULTS, **group} for group in groups]
+        state["base_optimizer_state"]["param_groups"] = [
+            {name: _plain(value) for name, value in {**_GROUP_DEFAULTS, **group}.items()} for group in groups
+        ]
         return state
 
     def _moments(self, group: int) -> dict[str, Any]:
@@ -101,7 +115,12 @@ class StoresState:
         """
         self.complete()
         state = self.shard.state(self.stored_layout(), self.settings.config.deferred_lr_scale)
-        return replace(state, partial=self.partial_step()) if with_partial_step else state
+        state = replace(state, configured=self.settings.configured)
+        if not with_partial_step:
+            return state
+        # After a resume in the middle of a step, until its next micro-batch begins, they are still what was loaded.
+        partial, received = self._partial_step or (self.partial_step(), self.received())
+        return replace(state, partial=partial, received=received)
 
     def rounded_masters(self) -> list[Tensor]:
         """The masters of all ranks in the model's dtype on the CPU, flat, one tensor per group; empty on other ranks than 0.
@@ -155,6 +174,10 @@ class StoresState:
         """Sums of the micro-batches of a step that is not complete, by parameter name."""
         raise NotImplementedError
 
+    def received(self) -> dict[str, Tensor]:
+        """This rank's part of gradients that wait for a step which manual optimization has not asked for yet, by name."""
+        raise NotImplementedError
+
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -183,8 +206,8 @@ class StoresState:
                 " Return the same groups from `configure_optimizers`."
             )
         for group, stored in zip(groups, saved, strict=True):
-            known = group.keys() | {"initial_lr"}
-            group.update({name: value for name, value in stored.items() if name in known and name != "params"})
+            known = (group.keys() | {"initial_lr"}) - _OPTIMIZERS_OWN
+            group.update({name: value for name, value in stored.items() if name in known})
 
     def load_loss_scaler(self, saved: Mapping[str, Any] | None) -> None:
         """Goes on with the scale of a dynamic loss scaler."""
@@ -202,14 +225,21 @@ class StoresState:
 
         Not earlier, since Lightning clears gradients when training starts.
         """
-        saved, self._partial_step = self._partial_step, {}
+        saved, self._partial_step = self._partial_step, None
         if saved:
-            self.put_partial_step(saved)
+            self.put_partial_step(*saved)
 
-    def load_partial_step(self, saved: Mapping[str, Tensor]) -> None:
+    def load_partial_step(self, state: ShardState) -> None:
         """Goes on with the micro-batches of a step that was not complete."""
-        self._partial_step = saved
+        self._partial_step = state.partial, state.received
 
-    def put_partial_step(self, saved: Mapping[str, Tensor]) -> None:
-        """Sets what `partial_step` has returned."""
+    def put_partial_step(self, saved: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
+        """Sets what `partial_step` and `received` have returned."""
         raise NotImplementedError
+
+
+def _plain(value: Any) -> Any:
+    """Schedules may leave NumPy's numbers in a group, which `torch.load` refuses to read with `weights_only`."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, np.generic) else value
