@@ -1,4 +1,4 @@
-"""How `doctor`, `estimate` and `report` talk: short errors, plain tables of fixed width, no colour codes, to any reader."""
+"""How `doctor`, `estimate`, `export` and `report` talk: short errors, plain tables of fixed width, no colour codes, to any reader."""
 
 from __future__ import annotations
 
@@ -79,6 +79,8 @@ def table(*columns: str, right: bool = False) -> Table:
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
     """Names and what is to be said of them, wrapped beside their name."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")  # a long path goes on in the next line, instead of losing its end
     for row in rows:
         made.add_row(*row)
     return made

@@ -20,6 +20,9 @@ from unittest import mock
 
 from lightning_zenflow.offload import child, process
 
+FORKED: set[int] = set()
+"""Process ids of all workers forked here, for tests that count them."""
+
 
 class ForkedWorker:
     """Stands for `subprocess.Popen` of a worker, and forks it from this process, which has imported PyTorch already."""
@@ -29,6 +32,7 @@ class ForkedWorker:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: this process has threads
             self.pid = os.fork()
+        FORKED.add(self.pid)
         if self.pid == 0:
             self._serve([int(number) for number in command[3:6]], set(pass_fds))
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors
@@ -89,7 +90,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):  # in which Lightning leaves a port
         warnings.simplefilter("ignore")
         yield Trained(tmp_path_factory.mktemp("trained"))
 
@@ -656,8 +657,9 @@ def test_a_summary_is_all_that_is_written_without_a_terminal(
     assert not written.err
     assert "\x1b" not in written.out and "reading" not in written.out
     shown = re.sub(r"\s+", " ", written.out)
+    path, _, rest = re.sub(r"\s+", "", written.out).partition(",0.0MiB")  # a long path is wrapped anywhere
+    assert path == f"written{tmp_path / 'one.pt'}" and rest
     numel = sum(value.numel() for value in trained.masters.values())
-    assert re.search(rf"written {re.escape(str(tmp_path))}/? ?one\.pt, 0\.0 MiB", shown)
     assert "from mixed.ckpt, ZeRO stage 2, 1 rank, by lightning-zenflow" in shown
     assert f"step 7 dtype fp32 trained {len(trained.masters)} parameters, {numel} elements" in shown
     assert "frozen 2 parameters, 42 elements buffers 3 tied net.tied.last.weight = net.tied.first.weight took" in shown

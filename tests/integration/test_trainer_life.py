@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.offload.client import HostClient
 from tests.cases import relative
+from tests.forked import FORKED
 from tests.modules import (
     EXPECTED_WARNINGS,
     OFTEN,
@@ -41,7 +42,9 @@ pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
 def children() -> list[int]:
     """The background processes of this one."""
     own = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child.pid for child in own if "lightning_zenflow.offload" in " ".join(child.cmdline())]
+    return [
+        child.pid for child in own if child.pid in FORKED or "lightning_zenflow.offload" in " ".join(child.cmdline())
+    ]
 
 
 class Watches(Callback):
