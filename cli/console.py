@@ -1,4 +1,4 @@
-"""How `doctor`, `estimate`, `export` and `report` talk: short errors, plain tables of fixed width, no colour codes, to any reader."""
+"""How the tools talk: short errors, plain tables of fixed width, no colour codes, to any reader."""
 
 from __future__ import annotations
 

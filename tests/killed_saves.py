@@ -92,7 +92,7 @@ class Killer(Callback):
             self._pass(name)
             result = call(*args, **kwargs)
             if name in WRITES:
-                self._pass(f"half {name}", args[1] if name == "save" else args[0])
+                self._pass(f"half {name}", args[1]._path if name == "save" else args[0])
             return result
 
         return watched

@@ -26,7 +26,7 @@ from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.any_accelerator import AnyAcceleratorStrategy
 
 WIDTH, DEPTH, TOKENS = 1024, 8, 32
-TURNS, SAVES = 3, 3
+TURNS, SAVES = 3, 4
 
 
 class Mlp(LightningModule):
@@ -66,7 +66,9 @@ def plain() -> AnyAcceleratorStrategy:
 
 
 def zenflow() -> ZenFlowStrategy:
-    return ZenFlowStrategy(ZenFlowConfig(worker_cores=[1], update_interval=4, select_strategy="step", select_interval=1000))
+    return ZenFlowStrategy(
+        ZenFlowConfig(worker_cores=[1], update_interval=4, select_strategy="step", select_interval=1000)
+    )
 
 
 def save_secs(strategy: Any, folder: Path) -> list[float]:

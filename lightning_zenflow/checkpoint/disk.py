@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -19,22 +20,31 @@ _NO_SYNC = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the names in a directory, durable.
+    """Makes a file, or the names in a directory, durable, and lets the system forget a file's content.
 
-    On a network file system this only reaches what its own machine wrote.
+    A checkpoint would otherwise stay in the page cache, in place of what training needs the host's memory for. On a network
+    file system this only reaches what its own machine wrote.
 
     Raises:
         OSError: The disk is full or broken; it carries the file's name.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        sync_descriptor(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def sync_descriptor(descriptor: int, path: Path) -> None:
+    """The same for an open file; `path` is for the error."""
+    try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_SYNC:
             error.filename = os.fspath(path)
             raise
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def make_folders(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from deepspeed.checkpoint.constants import (
@@ -15,6 +15,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.directory import TAG
+from lightning_zenflow.checkpoint.writer import SteadyWriter
 from lightning_zenflow.zero.stored import StoresState
 
 
@@ -78,7 +79,7 @@ def _version() -> str:
 
 
 def write(path: Path, content: Any) -> None:
-    """Writes one file with `torch.save`.
+    """Writes one file with `torch.save`; it is on the disk afterwards.
 
     Without checksums, which nobody reads and which would take longer than writing: `torch.load` does not compare them.
     """
@@ -87,6 +88,7 @@ def write(path: Path, content: Any) -> None:
     before = get_crc32_options()
     set_crc32_options(False)
     try:
-        torch.save(content, path)
+        with SteadyWriter(path) as file:
+            torch.save(content, cast(IO[bytes], file))
     finally:
         set_crc32_options(before)

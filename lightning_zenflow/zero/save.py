@@ -80,9 +80,7 @@ class Saving:
 
     def _write(self, parts: Mapping[str, Any]) -> None:
         for name, content in parts.items():
-            path = self._staging / directory.TAG / name
-            files.write(path, content)
-            directory.sync(path)  # here, since the machine that moves the directory cannot know what others hold back
+            files.write(self._staging / directory.TAG / name, content)
 
     def _facts(self, zero: StoresState | None, weights_only: bool) -> dict[str, Any]:
         layout = zero.stored_layout() if zero is not None else None

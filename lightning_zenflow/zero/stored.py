@@ -73,7 +73,7 @@ class StoresState:
                 self.shard.complete_host_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state in DeepSpeed's own layout, so that its tools and a plain `DeepSpeedStrategy` can read it.
+        """This rank's state in DeepSpeed's own layout, for its tools and a plain `DeepSpeedStrategy`.
 
         The tensors are views that are valid until the next step.
         """
@@ -108,12 +108,11 @@ class StoresState:
         return StoredLayout(table.params, tuple(numels), self._rank, self._world_size, self.dtype)
 
     def own_state(self, *, with_partial_step: bool) -> ShardState:
-        """What DeepSpeed's layout has no place for.
+        """What DeepSpeed's layout has no place for; after `state_dict`, which waits for the worker.
 
         Args:
             with_partial_step: Whether the micro-batches of a step that is not complete yet are part of it.
         """
-        self.complete()
         state = self.shard.state(self.stored_layout(), self.settings.config.deferred_lr_scale)
         state = replace(state, configured=self.settings.configured)
         if not with_partial_step:

@@ -212,16 +212,19 @@ def test_weights_can_be_saved_where_nothing_was_trained(evaluate: str, tmp_path:
 def test_a_full_disk_stops_the_run_in_words_and_keeps_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, write = tmp_path / "last.ckpt", torch.save
+    path, write = tmp_path / "last.ckpt", files.write
     fit(Small(), callbacks=[SavesAt(path, 4)])
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
-    def fails(content: Any, target: Any, **kwargs: Any) -> None:
-        if "model_states" in str(target):
-            raise OSError(28, "No space left on device", str(target))
-        write(content, target, **kwargs)
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", fails)
+    def fails(target: Path, content: Any) -> None:
+        if "model_states" in target.name:
+            monkeypatch.setattr(os, "write", full)
+        write(target, content)
+
+    monkeypatch.setattr(files, "write", fails)
     with pytest.raises(
         CheckpointError, match=r"last.ckpt' was not saved: rank 0 could not write the weights.*No space"
     ):

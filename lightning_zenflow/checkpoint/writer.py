@@ -1,0 +1,79 @@
+"""Writing large files at the pace of the disk, without filling the page cache with them.
+
+A checkpoint is as large as the host state that training needs the memory for. Written as usual, it takes as much again until
+the system has it on the disk, and new pages are what writing then waits for.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_zenflow.checkpoint.disk import sync_descriptor
+
+CHUNK_NBYTES = 64 << 20
+"""So much is written while as much before it goes to the disk."""
+
+
+class SteadyWriter(io.RawIOBase):
+    """A new file, durable once it is closed. For `torch.save`.
+
+    Raises:
+        OSError: The disk is full or broken; it carries the file's name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._pool = ThreadPoolExecutor(1, "zenflow-sync")
+        self._syncing: Future[None] | None = None
+        self._unsynced_nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        total = len(rest)
+        while rest:
+            part = rest[: CHUNK_NBYTES - self._unsynced_nbytes]
+            try:
+                written = os.write(self._descriptor, part)
+            except OSError as error:
+                error.filename = os.fspath(self._path)
+                raise
+            rest = rest[written:]
+            self._unsynced_nbytes += written
+            if self._unsynced_nbytes >= CHUNK_NBYTES:
+                self._start_sync()
+        return total
+
+    def _start_sync(self) -> None:
+        self._wait()
+        self._unsynced_nbytes = 0
+        self._syncing = self._pool.submit(sync_descriptor, self._descriptor, self._path)
+
+    def _wait(self) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            syncing.result()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            self._start_sync()
+            self._wait()
+        finally:
+            self._pool.shutdown()
+            os.close(self._descriptor)
+            super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
