@@ -453,6 +453,7 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         if storage_options is not None:
             raise TypeError(f"`storage_options` must be None with ZenFlow, got {storage_options!r}. Leave it out.")
         target = Path(self.broadcast(os.fspath(filepath)))
+        self._refuse_save(target)
         if self._is_complete and self._zero is not None:
             self._zero.adopt_weights()
         if self._batch_is_open and self.lightning_module and self.lightning_module.trainer.accumulate_grad_batches > 1:
@@ -468,6 +469,25 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
                 weights_only="optimizer_states" not in checkpoint,
                 with_partial_step=not self._batch_is_open,
                 exclude_frozen=self.exclude_frozen_parameters,
+            )
+
+    def _refuse_save(self, target: Path) -> None:
+        """Raises if nothing can be saved now; says so if it is not all."""
+        from lightning_zenflow.checkpoint.errors import CheckpointError
+
+        if not hasattr(self.model, "module_state_dict"):
+            raise CheckpointError(
+                f"{str(target)!r} was not saved: the strategy is not set up yet. Save from the hook `on_fit_start` on."
+            )
+        if self._zero is None:
+            rank_zero_warn(
+                f"{str(target)!r} holds the weights alone: after `fit`, save before `validate`, `test` or `predict` to be able to"
+                " resume."
+            )
+        elif self._zero.is_freed:
+            raise CheckpointError(
+                f"{str(target)!r} was not saved: `fit` ended with an exception, and its state with it. Save in time with"
+                " ModelCheckpoint(save_on_exception=True)."
             )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -147,12 +147,19 @@ class StoresState:
 
     def retire(self) -> None:
         """After the last step: ends the background process and keeps what a checkpoint needs, until `free`."""
+        if self._is_retired:
+            return  # Lightning may tear down again, when what follows `fit` fails
         try:
             self.shard.retire()
         except RuntimeError as error:  # training is over: a background process that failed now is no reason to lose it
             _log.warning("The optimizer state cannot be saved any more: %s", error)
             self.shard.close()
         self._is_retired = True
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether masters and moments are gone."""
+        return not self.shard.host.arena.master.numel()
 
     def adopt_weights(self) -> None:
         """After the last step: where a callback or the user has replaced weights since, the masters follow.

@@ -180,7 +180,8 @@ def test_a_save_after_fit_holds_everything_until_the_next_run(tmp_path: Path) ->
     fit(whole, max_epochs=2)
     assert torch.equal(weights(resumed), weights(whole))
     made.validate(Small(), batches(1), verbose=False)
-    made.save_checkpoint(tmp_path / "later.ckpt")
+    with pytest.warns(UserWarning, match=r"later.ckpt' holds the weights alone: after `fit`, save before"):
+        made.save_checkpoint(tmp_path / "later.ckpt")
     with pytest.raises(CheckpointError, match="with weights alone"):
         trainer(max_epochs=2).fit(Small(), batches(10), ckpt_path=tmp_path / "later.ckpt")
 
@@ -198,12 +199,44 @@ def test_what_a_callback_put_into_the_module_at_the_end_is_saved_after_fit(tmp_p
 def test_weights_can_be_saved_where_nothing_was_trained(evaluate: str, tmp_path: Path) -> None:
     made, module = trainer(), Small()
     getattr(made, evaluate)(module, batches(1))
-    made.save_checkpoint(tmp_path / "weights.ckpt")
+    with pytest.warns(UserWarning, match="holds the weights alone"):
+        made.save_checkpoint(tmp_path / "weights.ckpt")
     other = Small()
     with torch.no_grad():
         other.net[0].weight.zero_()  # type: ignore[index]
     trainer().test(other, batches(1), ckpt_path=tmp_path / "weights.ckpt", verbose=False)
     assert torch.equal(weights(other), weights(module))
+
+
+class Early(Callback):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        trainer.save_checkpoint("early.ckpt")
+
+
+class Boom(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise ZeroDivisionError("boom")
+
+
+def test_a_save_that_cannot_be_says_why(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"early.ckpt' was not saved: the strategy is not set up yet"):
+        fit(Small(), callbacks=[Early()])
+    made = trainer(callbacks=[Boom()])
+    with pytest.raises(ZeroDivisionError, match="boom"):
+        made.fit(Small(), batches(2))
+    with pytest.raises(CheckpointError, match=r"`fit` ended with an exception, and its state with it"):
+        made.save_checkpoint(tmp_path / "late.ckpt")
+
+
+def test_a_failure_after_fit_does_not_lose_what_fit_has_kept(tmp_path: Path) -> None:
+    made = fit(Small())
+    with pytest.raises(ValueError, match="best"):  # Lightning then tears the strategy down a second time
+        made.fit(Small(), batches(10), ckpt_path="best")
+    made.strategy.teardown()
+    made.save_checkpoint(tmp_path / "kept.ckpt")
+    again = trainer(max_epochs=2)
+    again.fit(Small(), batches(10), ckpt_path=tmp_path / "kept.ckpt")
+    assert again.global_step == 20
 
 
 # -- when it goes wrong ------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ SELDOM_CASES = {
     ),
     "tied weights": Case(module=partial(Numbered, Tied)),
     "frozen parameter": Case(module=partial(Numbered, with_frozen)),
-    "batch norm": Case(settings={"precision": "bf16-mixed"}, module=partial(Numbered, with_batch_norm)),
+    "batch norm": Case(module=partial(Numbered, with_batch_norm)),
     "no overlap": Case(zenflow={"overlap_step": False}),
     "no look-ahead": Case(zenflow={"look_ahead": False}),
     "all deferred": Case(zenflow={"topk_ratio": 0}),
