@@ -481,8 +481,8 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
             )
         if self._zero is None:
             rank_zero_warn(
-                f"{str(target)!r} holds the weights alone: after `fit`, save before `validate`, `test` or `predict` to be able to"
-                " resume."
+                f"{str(target)!r} holds the weights alone: to be able to resume, save after `fit` and before `validate`,"
+                " `test` or `predict`."
             )
         elif self._zero.is_freed:
             raise CheckpointError(

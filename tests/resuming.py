@@ -331,11 +331,11 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
         "stage": draw(st.sampled_from([1, 2])),
         "accumulate": accumulate,
         "clip": draw(st.sampled_from([None, 0.3])),
-        # Not first at the end of an epoch: Lightning then begins that epoch anew at the second stop, whatever the strategy.
+        # Not at the end of an epoch, which Lightning counts in another way: `test_a_run_resumes_after_any_batch` stops there.
         "stops": sorted(
             draw(
                 st.lists(st.integers(1, 2 * BATCHES - 1), min_size=2, max_size=2, unique=True).filter(
-                    lambda stops: min(stops) != BATCHES
+                    lambda stops: BATCHES not in stops
                 )
             )
         ),

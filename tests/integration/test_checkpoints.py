@@ -180,7 +180,7 @@ def test_a_save_after_fit_holds_everything_until_the_next_run(tmp_path: Path) ->
     fit(whole, max_epochs=2)
     assert torch.equal(weights(resumed), weights(whole))
     made.validate(Small(), batches(1), verbose=False)
-    with pytest.warns(UserWarning, match=r"later.ckpt' holds the weights alone: after `fit`, save before"):
+    with pytest.warns(UserWarning, match=r"later.ckpt' holds the weights alone: to be able to resume"):
         made.save_checkpoint(tmp_path / "later.ckpt")
     with pytest.raises(CheckpointError, match="with weights alone"):
         trainer(max_epochs=2).fit(Small(), batches(10), ckpt_path=tmp_path / "later.ckpt")
