@@ -9,6 +9,7 @@ import faulthandler
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,7 @@ class Killer(Callback):
                 os.truncate(file, os.path.getsize(file) // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         os.kill(self._worker_pid, signal.SIGKILL)
-        if self._victim == "worker, noticed":
+        if self._victim == "worker, noticed" and threading.current_thread() is threading.main_thread():
             time.sleep(NOTICE_SECS + 5)
             say("not noticed")
 

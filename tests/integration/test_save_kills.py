@@ -211,7 +211,7 @@ def test_a_killed_removal_is_completed_by_the_next_one_of_that_name(is_there: bo
 
 
 @FAST
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("saver", ["callback", "ModelCheckpoint"])
 def test_a_trainer_or_worker_killed_in_a_save_fifty_times_resumes_exactly(saver: str, tmp_path: Path) -> None:
