@@ -256,7 +256,7 @@ def _can_compile() -> None:
                 pytest.skip(f"DeepSpeed's optimizers cannot be built here: {str(error)[:200]}")
 
 
-@pytest.mark.long
+@pytest.mark.soak  # the first build takes minutes
 @pytest.mark.usefixtures("_can_compile")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("by_config", [False, True])
@@ -271,7 +271,7 @@ def test_the_optimizers_of_deepspeed_go_both_ways(offload: bool, by_config: bool
     assert max(both_ways(tmp_path, {"offload": offload, **config}, config, configure)) < 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.soak  # the first build takes minutes
 @pytest.mark.usefixtures("_can_compile")
 def test_a_run_of_torchs_optimizer_goes_on_with_deepspeeds(tmp_path: Path) -> None:
     """Plain DeepSpeed cannot go on so from its own checkpoints, whose groups lack `bias_correction`."""
