@@ -155,7 +155,7 @@ class SelectedState:
         host_layout = self.layout.to(torch.device("cpu"))
         packed = torch.empty(self.layout.numel, dtype=torch.float32)
         for mine, theirs in zip((self.weight, self.exp_avg, self.exp_avg_sq), host.tensors(), strict=True):
-            host_layout.pack(_piece_view(theirs), packed)
+            host_layout.pack(piece_view(theirs), packed)
             mine.copy_(packed)  # blocking: `packed` is used again
         return 12 * self.layout.numel
 
@@ -163,7 +163,7 @@ class SelectedState:
         """Writes the state of all selected elements to the host, which must be idle. Returns the bytes moved."""
         host_layout = self.layout.to(torch.device("cpu"))
         for mine, theirs in zip((self.weight, self.exp_avg, self.exp_avg_sq), host.tensors(), strict=True):
-            host_layout.unpack(mine.cpu(), _piece_view(theirs))
+            host_layout.unpack(mine.cpu(), piece_view(theirs))
         return 12 * self.layout.numel
 
     def update(self, groups: Sequence[Hyper], factor: float, clock: int) -> None:
@@ -186,5 +186,6 @@ class SelectedState:
         self.layout.unpack(self.weight.to(self._wire_dtype, copy=True), weights)
 
 
-def _piece_view(flat: Tensor) -> View:
+def piece_view(flat: Tensor) -> View:
+    """The elements of a piece in a tensor of the whole shard."""
     return lambda piece: flat[piece.start : piece.stop]

@@ -235,7 +235,6 @@ class ShardOptimizer:
             clock=self.clock,
             skipped_steps=self.stats.skipped_steps,
             schedule=self._schedule,
-            topk_ratio=self._topk_ratio,
             lr_scale=lr_scale,
             columns={self._table.params[param].name: columns.cpu() for param, columns in self.columns.items()},
             weights=[weights.cpu() for _, weights in self._weights.ranges(0, self._table.numel)],
@@ -278,8 +277,7 @@ class ShardOptimizer:
         self._blocks.reset(schedule.update_interval)
         self.clock, self._schedule = clock, schedule
         self.stats = StepStats(step=clock, skipped_steps=skipped_steps)
-        numbers = {spec.name: index for index, spec in enumerate(self._table.params)}
-        self.columns = {numbers[name]: chosen.to(self._device) for name, chosen in columns.items()}
+        self.columns = {param: chosen.to(self._device) for param, chosen in self._table.by_index(columns).items()}
         self.selected.fetch(self._host_state, self.columns)
 
     def follow(self, wanted: Schedule) -> bool:

@@ -66,7 +66,6 @@ class ShardState:
         clock: Applied steps.
         skipped_steps: Steps skipped because a gradient was not finite.
         schedule: When things happen.
-        topk_ratio: Share of columns that are selected.
         lr_scale: `deferred_lr_scale`.
         columns: Selected columns by parameter name, int64.
         held: Steps that each block holds.
@@ -85,7 +84,6 @@ class ShardState:
     clock: int
     skipped_steps: int
     schedule: Schedule
-    topk_ratio: float
     lr_scale: str
     columns: Mapping[str, Tensor]
     held: Sequence[int]

@@ -8,9 +8,12 @@ nothing about layouts is ever communicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,10 @@ class ShardTable:
     def numel(self) -> int:
         """Elements of the shard, padding included."""
         return self.group_ends[-1]
+
+    def by_index(self, by_name: Mapping[str, T]) -> dict[int, T]:
+        """What is known by parameter name, by index in `params`."""
+        return {index: by_name[spec.name] for index, spec in enumerate(self.params) if spec.name in by_name}
 
     def group_start(self, group: int) -> int:
         return self.group_ends[group - 1] if group else 0

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast  # noqa: F401  (resolves the base class's annotations)
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.zero.install import without_compiling
+from lightning_zenflow.any_accelerator import AnyAcceleratorStrategy
 from tests.modules import FEATURES, QUIET, Small
 
 ALL_SELECTED: dict[str, Any] = {"topk_ratio": 1}
@@ -28,21 +27,8 @@ ALL_SELECTED: dict[str, Any] = {"topk_ratio": 1}
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
-class PlainOnCpu(DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy, which refuses CPU in three places, on CPU."""
-
-    def setup_environment(self) -> None:
-        super(DeepSpeedStrategy, self).setup_environment()
-
-    def setup_distributed(self) -> None:
-        reset_seed()
-        self.set_world_ranks()
-        with without_compiling():
-            self._init_deepspeed_distributed()
-
-    @property
-    def root_device(self) -> torch.device:
-        return torch.device("cpu", 0)
+class PlainOnCpu(AnyAcceleratorStrategy):
+    """Lightning's DeepSpeed strategy on CPU, where the ranks were started from outside."""
 
     def _configure_launcher(self) -> None:
         self._launcher = None

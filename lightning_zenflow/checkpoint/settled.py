@@ -6,7 +6,7 @@ by the same code on the stored tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -18,9 +18,9 @@ from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.protocol import Restore, Start, Update
 from lightning_zenflow.offload.worker import HostAdamW
-from lightning_zenflow.selected import SelectedLayout
+from lightning_zenflow.selected import HostState, SelectedLayout, piece_view
 from lightning_zenflow.shard_state import ShardState
-from lightning_zenflow.shards import Piece, ShardTable
+from lightning_zenflow.shards import ShardTable
 
 KINDS = {"fp32": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -29,6 +29,15 @@ class Source(Protocol):
     """fp32 masters and moments by parameter name."""
 
     def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor: ...
+
+
+def fill(state: HostState, table: ShardTable, source: Source) -> None:
+    """Reads a shard's masters and moments; padding stays as it is."""
+    for kind, region in zip(KINDS, state.tensors(), strict=True):
+        for segment in table.segments:
+            region[segment.start : segment.stop] = source.read(
+                segment.spec.name, kind, segment.param_start, segment.numel
+            )
 
 
 @dataclass
@@ -47,11 +56,7 @@ class _Memory:
     def of(cls, table: ShardTable, source: Source, state: ShardState) -> _Memory:
         layout = ArenaLayout(table.numel, state.layout.wire_dtype, len(state.held))
         master, exp_avg, exp_avg_sq, accumulator = (torch.zeros(table.numel) for _ in range(4))
-        for kind, region in zip(KINDS, (master, exp_avg, exp_avg_sq), strict=True):
-            for segment in table.segments:
-                region[segment.start : segment.stop] = source.read(
-                    segment.spec.name, kind, segment.param_start, segment.numel
-                )
+        fill(HostState(master, exp_avg, exp_avg_sq), table, source)
         for start, gradients in state.accumulated:
             accumulator[start : start + gradients.numel()] = gradients
         outbox = torch.empty(layout.outbox_numel, dtype=layout.wire_dtype)
@@ -95,9 +100,7 @@ class SettledSource:
         table = state.layout.table(rank)
         memory = _Memory.of(table, self._source, state)
         # Blocks hold a shadow of the selected elements, whose own state is stored: it is put back afterwards.
-        numbers = {spec.name: index for index, spec in enumerate(table.params)}
-        chosen = {numbers[name]: columns for name, columns in state.columns.items()}
-        selected = SelectedLayout(table, chosen, torch.device("cpu"))
+        selected = SelectedLayout(table, table.by_index(state.columns), torch.device("cpu"))
         regions = (memory.master, memory.exp_avg, memory.exp_avg_sq)
         kept = [_pack(selected, region) for region in regions]
         start = Start(memory.layout, table.group_ends, None, state.lr_scale)
@@ -106,18 +109,11 @@ class SettledSource:
         for block in range(len(state.held)):
             host.update(Update(block, 0, state.clock, 0.0, self._groups))
         for region, packed in zip(regions, kept, strict=True):
-            selected.unpack(packed, _view(region))
+            selected.unpack(packed, piece_view(region))
         return memory
-
-
-def _view(flat: Tensor) -> Callable[[Piece], Tensor]:
-    def view(piece: Piece) -> Tensor:
-        return flat[piece.start : piece.stop]
-
-    return view
 
 
 def _pack(layout: SelectedLayout, flat: Tensor) -> Tensor:
     packed = torch.empty(layout.numel)
-    layout.pack(_view(flat), packed)
+    layout.pack(piece_view(flat), packed)
     return packed

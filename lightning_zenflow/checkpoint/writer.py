@@ -10,7 +10,6 @@ import io
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lightning_zenflow.checkpoint.disk import sync_descriptor
@@ -53,11 +52,15 @@ class SteadyWriter(io.RawIOBase):
         return total
 
     def _start_sync(self) -> None:
-        self._wait()
+        self._wait()  # at most two chunks are ever on their way to the disk
         self._unsynced_nbytes = 0
         self._syncing = self._pool.submit(sync_descriptor, self._descriptor, self._path)
 
     def _wait(self) -> None:
+        """Afterwards all that was written before the last `_start_sync` is durable; its failure is raised here.
+
+        As long as the disk takes, like any write.
+        """
         syncing, self._syncing = self._syncing, None
         if syncing is not None:
             syncing.result()
@@ -72,8 +75,3 @@ class SteadyWriter(io.RawIOBase):
             self._pool.shutdown()
             os.close(self._descriptor)
             super().close()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

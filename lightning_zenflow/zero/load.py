@@ -26,7 +26,7 @@ def resume(engine: Any, path: Path, *, strict: bool, weights_only: bool | None) 
 
     Args:
         engine: DeepSpeed's, before its first step, with our ZeRO optimizer.
-        path: The checkpoint directory.
+        path: The checkpoint directory, verified.
         strict: Whether the module must have the very parameters and buffers of the checkpoint.
         weights_only: Whether files must hold nothing but tensors and plain types; `None` if Lightning's part need not.
 
@@ -34,7 +34,6 @@ def resume(engine: Any, path: Path, *, strict: bool, weights_only: bool | None) 
         CheckpointError: It is damaged, holds no optimizer, or belongs to another model.
     """
     zero: StoresState = engine.optimizer
-    directory.verify(path)
     stored = StoredCheckpoint.open(path, weights_only=weights_only)
     if not stored.has_moments:
         raise CheckpointError(

@@ -233,16 +233,18 @@ class ZenFlowZeroOptimizer(StoresState, DeepSpeedZeroOptimizer):
             yield segment, flat[segment.param_start : segment.param_start + segment.numel].cpu()
 
     def partial_step(self) -> dict[str, Tensor]:
-        names = {id(param): self._tables[0].params[index].name for index, param in enumerate(self._params)}
+        specs = self._tables[self._rank].params
         if self.partition_gradients:
-            return {self._tables[0].params[index].name: total.cpu() for index, total in self._sums.items()}
-        grads = ((names[id(param)], self.get_param_gradient_attribute(param)) for param in self._params)
-        return {name: grad.cpu() for name, grad in grads if grad is not None}
+            return {specs[index].name: total.cpu() for index, total in self._sums.items()}
+        grads = zip(specs, map(self.get_param_gradient_attribute, self._params), strict=True)
+        return {spec.name: grad.cpu() for spec, grad in grads if grad is not None}
 
     def received(self) -> dict[str, Tensor]:
         if not self.shard.inbox.has_gradients:
             return {}
-        self.grad_norm()  # completes what has arrived
+        self._wait_for_offload_copies()
+        # Completes the slot. Not `grad_norm`, which sums over ranks: one whose shard has no gradient yet would not be there.
+        self.shard.inbox.finish()
         return {segment.spec.name: self.shard.inbox.read(segment) for segment in self._segments.values()}
 
     def put_partial_step(self, saved: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:

@@ -12,8 +12,9 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.settled import Source
+from lightning_zenflow.checkpoint.settled import Source, fill
 from lightning_zenflow.optimizer import ZenFlowAdamW
+from lightning_zenflow.selected import HostState
 from lightning_zenflow.shard_optimizer import ShardOptimizer
 from lightning_zenflow.shard_state import ShardState, StoredLayout
 from lightning_zenflow.shards import Segment, ShardTable
@@ -23,8 +24,6 @@ _log = logging.getLogger(__name__)
 
 _GATHER_NUMEL = 1 << 24
 """Masters of other ranks pass through the device in pieces of this size."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # What optimizers of PyTorch and DeepSpeed look for in their groups, in case this run's optimizer had no need of it.
 _GROUP_DEFAULTS: dict[str, Any] = {
@@ -99,7 +98,7 @@ class StoresState:
         clock = self.shard.clock
         # PyTorch counts steps in a tensor, DeepSpeed's optimizers in an integer.
         step = clock if self.optimizer.counts_in_integers else torch.tensor(float(clock))
-        return {"step": step, **{name: getattr(arena, name)[part] for name in MOMENTS}}
+        return {"step": step, "exp_avg": arena.exp_avg[part], "exp_avg_sq": arena.exp_avg_sq[part]}
 
     def stored_layout(self) -> StoredLayout:
         """How the parameters are cut over the ranks."""
@@ -194,10 +193,7 @@ class StoresState:
         """Fills this rank's masters and moments; the worker must be idle."""
         self.shard.host.reset()
         arena = self.shard.host.arena
-        for kind, region in (("fp32", arena.master), *((name, getattr(arena, name)) for name in MOMENTS)):
-            for segment in self._tables[self._rank].segments:
-                values = source.read(segment.spec.name, kind, segment.param_start, segment.numel)
-                region[segment.start : segment.stop] = values
+        fill(HostState(arena.master, arena.exp_avg, arena.exp_avg_sq), self._tables[self._rank], source)
 
     def load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Takes over learning rates and the like of a checkpoint, as every optimizer does.
