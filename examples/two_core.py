@@ -59,7 +59,7 @@ def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float) -> Any:
         from lightning_zenflow import ZenFlowConfig, ds_config
         from lightning_zenflow.optimizer import ZenFlowAdamW
         from lightning_zenflow.zero.install import installed
-        from lightning_zenflow.zero.stage12 import RunSettings
+        from lightning_zenflow.zero.settings import RunSettings
 
         settings = ZenFlowConfig(
             topk_ratio=topk_ratio, select_strategy="step", select_interval=1000, update_interval=4, worker_cores=[1]

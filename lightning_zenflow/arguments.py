@@ -33,24 +33,41 @@ def refuse(stage: int | None, kwargs: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: The message names argument, value and reason.
-        NotImplementedError: Stage 3.
     """
-    if stage == 3:
-        raise NotImplementedError("`stage` must be 1 or 2, got 3. ZeRO-3 is not supported yet.")
-    if stage is not None and (stage not in (1, 2) or isinstance(stage, bool)):
-        raise ValueError(f"`stage` must be 1 or 2, got {stage!r}. ZenFlow is part of ZeRO.")
-    wanted = {
-        "zero_optimization": (True, "ZenFlow is part of ZeRO"),
-        "offload_parameters": (False, "parameters are offloaded by ZeRO-3 only, which is not supported yet"),
-        "offload_optimizer_device": ("cpu", "NVMe is not supported"),
-        "offload_params_device": ("cpu", "NVMe is not supported"),
-        "remote_device": (None, "it belongs to ZeRO-3, which is not supported yet"),
-        "load_full_weights": (False, "it belongs to ZeRO-3, which is not supported yet"),
-        "zero_allow_untested_optimizer": (True, "ZenFlow brings its own optimizer"),
+    if stage is not None and (stage not in (1, 2, 3) or isinstance(stage, bool)):
+        raise ValueError(f"`stage` must be 1, 2 or 3, got {stage!r}. ZenFlow is part of ZeRO.")
+    wanted: dict[str, tuple[tuple[Any, ...], str]] = {
+        "zero_optimization": ((True,), "ZenFlow is part of ZeRO"),
+        "offload_optimizer_device": (("cpu",), "NVMe is not supported"),
+        "offload_params_device": (("cpu",), "NVMe is not supported"),
+        "remote_device": ((None, "cpu"), "NVMe is not supported"),
+        "zero_allow_untested_optimizer": ((True,), "ZenFlow brings its own optimizer"),
     }
-    for name, (value, reason) in wanted.items():
-        if kwargs.get(name, value) != value:
-            raise ValueError(f"`{name}` must be {value!r}, got {kwargs[name]!r}: {reason}. Leave it out.")
+    for name, (values, reason) in wanted.items():
+        if kwargs.get(name, values[0]) not in values:
+            allowed = " or ".join(map(repr, values))
+            raise ValueError(f"`{name}` must be {allowed}, got {kwargs[name]!r}: {reason}. Leave it out.")
+
+
+def refuse_without_stage_3(kwargs: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Arguments that stages 1 and 2 have no use for, and those that need another one.
+
+    Raises:
+        ValueError: The message names the argument.
+    """
+    zero = config["zero_optimization"]
+    for name in ("offload_parameters", "remote_device", "load_full_weights"):
+        if kwargs.get(name) and zero["stage"] != 3:
+            raise ValueError(
+                f"`{name}` must be left out with ZeRO stage {zero['stage']}, got {kwargs[name]!r}: it belongs to ZeRO-3. Set"
+                " `stage` to 3, or leave it out."
+            )
+    device = (zero.get("offload_param") or {}).get("device")
+    if kwargs.get("remote_device") and device != "cpu":
+        raise ValueError(
+            f"`remote_device` must be left out without offloaded parameters, got {kwargs['remote_device']!r}: weights that"
+            " are made there stay there. Set `offload_parameters` as well."
+        )
 
 
 def refuse_beside_config(kwargs: Mapping[str, Any], config: Mapping[str, Any]) -> None:

@@ -18,8 +18,9 @@ _REFUSED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     ),
     (("zero_optimization", "offload_optimizer", "ratio"), (1, 1.0), "ZenFlow decides itself what stays on the device"),
     (("zero_optimization", "offload_optimizer", "super_offload"), (False,), "it is another optimizer"),
-    (("zero_optimization", "offload_param", "device"), ("none", None), "parameters are offloaded by ZeRO-3 only"),
-    (("zero_optimization", "zero_quantized_gradients"), (False,), "quantized gradients are not supported yet"),
+    (("zero_optimization", "zero_quantized_gradients"), (False,), "quantized gradients are not supported"),
+    (("zero_optimization", "zero_quantized_weights"), (False,), "quantized weights are not supported"),
+    (("zero_optimization", "zero_quantized_nontrainable_weights"), (False,), "quantized weights are not supported"),
     (("zero_optimization", "compute_grad_norm"), (True,), "clipping and skipping need the norm"),
     (("fp16", "fp16_master_weights_and_grads"), (False,), "masters are fp32"),
     (("bf16", "bf16_master_weights_and_grads"), (False,), "masters are fp32"),
@@ -30,7 +31,17 @@ _REFUSED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("managed_gradient_accumulation",), (True,), "Lightning accumulates"),
     (("hybrid_engine", "enabled"), (False,), "it is not supported"),
     (("sequence_parallel_size",), (1,), "sequence parallelism is not supported"),
+)
+
+# The same for stages 1 and 2, which keep all weights on every rank, and for stage 3.
+_REFUSED_IN_STAGES_1_AND_2: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
+    (("zero_optimization", "offload_param", "device"), ("none", None), "parameters are offloaded by ZeRO-3 only"),
     (("zero_optimization", "cpu_offload_params"), (False, None), "parameters are offloaded by ZeRO-3 only"),
+    (("zero_optimization", "zero_hpz_partition_size"), (1,), "it belongs to ZeRO-3"),
+)
+_REFUSED_IN_STAGE_3: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
+    (("zero_optimization", "offload_param", "device"), ("cpu", "none", None), "NVMe is not supported"),
+    (("zero_optimization", "cpu_offload_params"), (False, None), 'write "offload_param": {"device": "cpu"}'),
 )
 
 
@@ -117,19 +128,17 @@ def complete(config: dict[str, Any]) -> None:
 
     Raises:
         ValueError: A key contradicts ZenFlow.
-        NotImplementedError: ZeRO stage 3 is asked for.
     """
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         raise ValueError(
-            f'`zero_optimization` must be a mapping with "stage" 1 or 2, got {zero!r}. ZenFlow is part of ZeRO.'
+            f'`zero_optimization` must be a mapping with "stage" 1, 2 or 3, got {zero!r}. ZenFlow is part of ZeRO.'
         )
     stage = zero.get("stage", 2)
-    if stage == 3:
-        raise NotImplementedError("`stage` must be 1 or 2, got 3. ZeRO-3 is not supported yet.")
-    if stage not in (1, 2) or isinstance(stage, bool):
-        raise ValueError(f"`stage` must be 1 or 2, got {stage!r}. ZenFlow is part of ZeRO.")
-    for path, allowed, reason in _REFUSED:
+    if stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(f"`stage` must be 1, 2 or 3, got {stage!r}. ZenFlow is part of ZeRO.")
+    of_stage = _REFUSED_IN_STAGE_3 if stage == 3 else _REFUSED_IN_STAGES_1_AND_2
+    for path, allowed, reason in (*_REFUSED, *of_stage):
         value = _look_up(config, path, default=allowed[0])
         if not any(value is good or value == good for good in allowed):
             raise ValueError(

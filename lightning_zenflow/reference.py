@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,36 +72,45 @@ class ParameterState:
         )
 
 
-def block_of_elements(sizes: Sequence[tuple[int, int]], *, ranks: int, blocks: int) -> list[Tensor]:
+def block_of_elements(
+    sizes: Sequence[tuple[int, int]], *, ranks: int, blocks: int, stage3: bool = False
+) -> list[Tensor]:
     """The block of every element of every parameter.
 
     ZeRO concatenates the flattened parameters of a group, pads them to a multiple of `2 * ranks` and cuts the result into
     `ranks` equal partitions. A rank's shard is its partitions of all groups in a row, padding included; blocks are ranges
     of that shard (DESIGN section 2.1). So vectors and padding take up room in a block, and a boundary may cut a row.
+    ZeRO-3 cuts each flattened parameter into `ranks` parts, padded to equal size, and a rank's partition of a group is its
+    parts of the parameters in a row.
 
     Args:
         sizes: `(numel, group)` of each parameter, in order.
         ranks: The ZeRO world size.
         blocks: `U`.
+        stage3: Whether parameters are cut instead of groups.
 
     Returns:
         One flat int64 tensor of `numel` elements for each parameter.
     """
-    group_numels = [
-        sum(n for n, g in sizes if g == group) for group in range(1 + max((g for _, g in sizes), default=0))
-    ]
-    partition_numels = [math.ceil(numel / (2 * ranks)) * 2 for numel in group_numels]
+    groups = range(1 + max((group for _, group in sizes), default=0))
+    # What a parameter takes up in a flat group, or in a rank's partition of it.
+    lengths = [math.ceil(numel / ranks) if stage3 else numel for numel, _ in sizes]
+    totals = [sum(length for length, (_, g) in zip(lengths, sizes, strict=True) if g == group) for group in groups]
+    partition_numels = totals if stage3 else [math.ceil(total / (2 * ranks)) * 2 for total in totals]
     block_in_shard = torch.empty(sum(partition_numels), dtype=torch.long)
     for block in range(blocks):
         start, stop = block_range(len(block_in_shard), blocks, block)
         block_in_shard[start:stop] = block
     result = []
-    offsets = [0] * len(group_numels)  # where the next parameter starts in its flat group
-    for numel, group in sizes:
-        in_group = torch.arange(offsets[group], offsets[group] + numel)
-        in_partition = in_group % max(1, partition_numels[group])
+    offsets = [0] * len(groups)  # where the next parameter starts
+    for length, (numel, group) in zip(lengths, sizes, strict=True):
+        elements = torch.arange(numel)
+        if stage3:
+            in_partition = offsets[group] + elements % max(1, length)
+        else:
+            in_partition = (offsets[group] + elements) % max(1, partition_numels[group])
         result.append(block_in_shard[sum(partition_numels[:group]) + in_partition])
-        offsets[group] += numel
+        offsets[group] += length
     return result
 
 
@@ -116,6 +126,7 @@ class ZenFlowReference:
         deferred_lr_scale: Rate of one update for n steps: `linear` (sum of n rates), `sqrt` (sum / sqrt(n)), `none` (mean).
         clip_norm: Largest global gradient norm; 0 or `None` clips nothing.
         ranks: ZeRO world size. Only the cut into blocks depends on it.
+        stage3: Whether ZeRO cuts parameters instead of groups. Only the cut into blocks depends on it.
 
     Attributes:
         states: The state of each parameter, by name.
@@ -135,11 +146,13 @@ class ZenFlowReference:
         deferred_lr_scale: str = "linear",
         clip_norm: float | None = None,
         ranks: int = 1,
+        stage3: bool = False,
     ) -> None:
         self.groups, self.schedule = groups, schedule
         self.topk_ratio, self.deferred_lr_scale, self.clip_norm = topk_ratio, deferred_lr_scale, clip_norm
-        self._sizes, self._ranks = [(weight.numel(), group) for _, weight, group in parameters], ranks
-        cuts = block_of_elements(self._sizes, ranks=ranks, blocks=schedule.update_interval)
+        sizes = [(weight.numel(), group) for _, weight, group in parameters]
+        self._blocks_of_elements = partial(block_of_elements, sizes, ranks=ranks, stage3=stage3)
+        cuts = self._blocks_of_elements(blocks=schedule.update_interval)
         self.states = {n: ParameterState.of(w, g, cut) for (n, w, g), cut in zip(parameters, cuts, strict=True)}
         self.clock, self.skipped_steps, self.grad_norm = 0, 0, 0.0
         self.held = [0] * schedule.update_interval
@@ -231,7 +244,7 @@ class ZenFlowReference:
         if not blocks_change:
             return
         self.settle()
-        cuts = block_of_elements(self._sizes, ranks=self._ranks, blocks=update_interval)
+        cuts = self._blocks_of_elements(blocks=update_interval)
         for state, cut in zip(self.states.values(), cuts, strict=True):
             state.block = cut.reshape(state.block.shape)
         self.held = [0] * update_interval

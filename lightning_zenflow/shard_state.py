@@ -24,6 +24,7 @@ class StoredLayout:
     """How the parameters were cut over the ranks.
 
     Attributes:
+        cuts_params: Whether each parameter is cut, as under ZeRO-3, or flattened groups are.
         params: All parameters, in order.
         partition_numels: Elements of one rank's partition of each group, padding included.
         rank: Whose state this is.
@@ -31,18 +32,22 @@ class StoredLayout:
         wire_dtype: dtype of the device's weights.
     """
 
+    cuts_params: bool
     params: tuple[ParamSpec, ...]
     partition_numels: tuple[int, ...]
     rank: int
     world_size: int
     wire_dtype: torch.dtype
 
-    def table(self, rank: int) -> ShardTable:
-        """What `rank` owned."""
-        return ShardTable.build(self.params, self.partition_numels, rank)
+    def table(self, rank: int, piece_numel: int = 1 << 62) -> ShardTable:
+        """What `rank` owns, in pieces of several rows of at most `piece_numel` elements."""
+        if self.cuts_params:
+            return ShardTable.build_stage3(self.params, self.partition_numels, rank, self.world_size, piece_numel)
+        return ShardTable.build(self.params, self.partition_numels, rank, piece_numel)
 
     def to_plain(self) -> dict[str, Any]:
         return {
+            "cuts_params": self.cuts_params,
             "params": [[spec.name, list(spec.shape), spec.group, spec.offset] for spec in self.params],
             "partition_numels": list(self.partition_numels),
             "rank": self.rank,
@@ -54,7 +59,8 @@ class StoredLayout:
     def of_plain(cls, plain: Mapping[str, Any]) -> StoredLayout:
         params = [ParamSpec(name, tuple(shape), group, offset) for name, shape, group, offset in plain["params"]]
         dtype = getattr(torch, plain["wire_dtype"])
-        return cls(tuple(params), tuple(plain["partition_numels"]), plain["rank"], plain["world_size"], dtype)
+        numels = tuple(plain["partition_numels"])
+        return cls(plain["cuts_params"], tuple(params), numels, plain["rank"], plain["world_size"], dtype)
 
 
 @dataclass(frozen=True)

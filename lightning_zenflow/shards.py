@@ -1,7 +1,8 @@
 """What a rank owns under ZeRO: which piece of which parameter lies where in its shard.
 
-A *shard* is the concatenation, over parameter groups, of the rank's partition of the flattened group, padding included.
-All positions are elements in that one coordinate system. Every rank can work out the table of every other rank, so that
+A *shard* is the concatenation, over parameter groups, of the rank's partition of the group, padding included. Stages 1
+and 2 flatten a group and cut that; stage 3 cuts each parameter and puts a rank's parts one behind the other. All
+positions are elements in that one coordinate system. Every rank can work out the table of every other rank, so that
 nothing about layouts is ever communicated.
 """
 
@@ -24,7 +25,8 @@ class ParamSpec:
         name: Qualified name in the module.
         shape: Its shape.
         group: Index of its parameter group.
-        offset: Its first element in the flattened group, which is cut into equal partitions over the ranks.
+        offset: Its first element in the flattened group, which is cut into equal partitions over the ranks. Under ZeRO-3,
+            where its part begins in every rank's partition of the group.
     """
 
     name: str
@@ -144,7 +146,7 @@ class ShardTable:
     def build(
         cls, params: Sequence[ParamSpec], partition_numels: Sequence[int], rank: int, piece_numel: int = 1 << 62
     ) -> ShardTable:
-        """The table of `rank`.
+        """The table of `rank` under ZeRO-1 and 2, which cut flattened groups.
 
         Args:
             params: All parameters, ordered by group and offset.
@@ -152,14 +154,52 @@ class ShardTable:
             rank: Whose table to build.
             piece_numel: Largest piece of several rows.
         """
-        starts = [sum(partition_numels[:group]) for group in range(len(partition_numels))]
-        segments = []
-        for index, spec in enumerate(params):
+        parts = []
+        for spec in params:
             part_start = rank * partition_numels[spec.group]
             first = max(spec.offset, part_start)
             last = min(spec.offset + spec.numel, part_start + partition_numels[spec.group])
-            if first < last:
-                start = starts[spec.group] + first - part_start
-                segments.append(Segment(index, spec, first - spec.offset, start, last - first, piece_numel))
+            parts.append((first - spec.offset, last - spec.offset, first - part_start))
+        return cls._of_parts(params, partition_numels, parts, piece_numel)
+
+    @classmethod
+    def build_stage3(
+        cls,
+        params: Sequence[ParamSpec],
+        partition_numels: Sequence[int],
+        rank: int,
+        world_size: int,
+        piece_numel: int = 1 << 62,
+    ) -> ShardTable:
+        """The table of `rank` under ZeRO-3, which cuts each parameter into `world_size` parts of `part_numel`.
+
+        A parameter of less elements than ranks has no part on the last ones.
+        """
+        parts = []
+        for spec in params:
+            numel = part_numel(spec.numel, world_size)
+            parts.append((rank * numel, min((rank + 1) * numel, spec.numel), spec.offset))
+        return cls._of_parts(params, partition_numels, parts, piece_numel)
+
+    @classmethod
+    def _of_parts(
+        cls,
+        params: Sequence[ParamSpec],
+        partition_numels: Sequence[int],
+        parts: Sequence[tuple[int, int, int]],
+        piece_numel: int,
+    ) -> ShardTable:
+        """From the first element, the end, and the place in the group's partition, of each parameter's part."""
+        starts = [sum(partition_numels[:group]) for group in range(len(partition_numels))]
+        segments = [
+            Segment(index, spec, first, starts[spec.group] + offset, last - first, piece_numel)
+            for index, (spec, (first, last, offset)) in enumerate(zip(params, parts, strict=True))
+            if first < last
+        ]
         ends = tuple(start + numel for start, numel in zip(starts, partition_numels, strict=True))
         return cls(tuple(params), tuple(segments), ends)
+
+
+def part_numel(numel: int, world_size: int) -> int:
+    """Elements of a parameter that each rank holds under ZeRO-3, padding included."""
+    return -(-numel // world_size)

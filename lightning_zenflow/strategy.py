@@ -34,11 +34,11 @@ from lightning_zenflow.stats import RunFacts, StepStats
 
 if TYPE_CHECKING:
     from lightning_zenflow.callbacks import AutoTuner
-    from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
+    from lightning_zenflow.zero.adapter import ZenFlowZero
 
 
 class ZenFlowStrategy(AnyAcceleratorStrategy):
-    """Trains with ZeRO stage 1 or 2 and the optimizer state in host memory, without waiting for the host.
+    """Trains with ZeRO stage 1, 2 or 3 and the optimizer state in host memory, without waiting for the host.
 
     Use it as `Trainer(strategy="zenflow")` after `import lightning_zenflow`, or make one with settings. The module's own
     `configure_optimizers` stays as it is: torch `AdamW` or `Adam`, `DeepSpeedCPUAdam`, `FusedAdam` or `ZenFlowAdamW`.
@@ -49,13 +49,13 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
 
     Args:
         zenflow: Settings of the algorithm; a mapping with the same keys is fine too.
-        stage: ZeRO stage, 1 or 2. `None` is 2, or the stage of `config`.
+        stage: ZeRO stage, 1, 2 or 3. `None` is 2, or the stage of `config`.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict, a path, or the environment variable
             `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside `"zero_optimization"`.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other; the message names them.
-        NotImplementedError: A setting is known but not supported yet, such as stage 3.
+        NotImplementedError: A setting is known but not supported yet.
     """
 
     strategy_name = "zenflow"
@@ -78,6 +78,7 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         self._merge_stage(stage)
         self.zenflow = arguments.merge_zenflow(given, self._zenflow_block)
         ds_config.complete(self.config)
+        arguments.refuse_without_stage_3(changed, self.config)
         self._settle_first = _SettleFirst()
         self._auto_tuner: AutoTuner | None = None
         self._threads = TorchThreads()
@@ -230,7 +231,7 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
             return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
 
     def _run_settings(self) -> Any:
-        from lightning_zenflow.zero.stage12 import RunSettings
+        from lightning_zenflow.zero.settings import RunSettings
 
         return RunSettings(
             config=self.zenflow,
@@ -249,12 +250,12 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         return None if math.isinf(batches) else max(1, math.ceil(batches / trainer.accumulate_grad_batches))
 
     @property
-    def _zero(self) -> ZenFlowZeroOptimizer | None:
+    def _zero(self) -> ZenFlowZero | None:
         """Our ZeRO optimizer while `fit` runs, else None."""
-        from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
+        from lightning_zenflow.zero.adapter import ZenFlowZero
 
         optimizer = getattr(self.model, "optimizer", None)
-        return optimizer if isinstance(optimizer, ZenFlowZeroOptimizer) else None
+        return optimizer if isinstance(optimizer, ZenFlowZero) else None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._step_is_open and self._zero is not None:
@@ -418,14 +419,14 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
             ValueError: The optimizer does not hold the parameter.
         """
         zero = self._training("gradient")
-        if not any(param is own for group in zero.bit16_groups for own in group):
+        if not zero.holds(param):
             raise ValueError(
                 f"`param` must be a trainable parameter of the optimizer, got one of shape {list(param.shape)} that it does"
                 " not hold. Add it to a group in `configure_optimizers`."
             )
         return zero.gradient(param)
 
-    def _training(self, name: str) -> ZenFlowZeroOptimizer:
+    def _training(self, name: str) -> ZenFlowZero:
         if self._zero is None or self._has_ended:
             raise RuntimeError(
                 f"`{name}` must be called while `trainer.fit` runs. Use the hook `on_before_optimizer_step`."
@@ -501,16 +502,14 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
             CheckpointError: It is not there, damaged, or of another model; the message names it and what to do.
         """
         from lightning_zenflow.checkpoint import directory
+        from lightning_zenflow.zero.load import evaluate, resume
 
         assert self.lightning_module is not None
         path = Path(checkpoint_path)
         directory.verify(path)
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        from lightning_zenflow.zero.load import resume
-
+        load = resume if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else evaluate
         strict = self.lightning_module.strict_loading
-        client_state = resume(self.deepspeed_engine, path, strict=strict, weights_only=weights_only)
+        client_state = load(self.deepspeed_engine, path, strict=strict, weights_only=weights_only)
         self._skipped_steps_logged = self.step_stats.skipped_steps
         return dict(client_state)
 
@@ -523,11 +522,19 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Registers `zenflow`, `zenflow_stage_1` and `zenflow_stage_2`."""
-        names: dict[str, int | None] = {"zenflow": None, "zenflow_stage_1": 1, "zenflow_stage_2": 2}
-        for name, stage in names.items():
-            settings = {} if stage is None else {"stage": stage}
-            strategy_registry.register(name, cls, f"ZenFlow on ZeRO stage {stage or 2}", override=True, **settings)
+        """Registers `zenflow`, `zenflow_stage_1`, `_2` and `_3`, and `zenflow_stage_3_offload`."""
+        strategy_registry.register("zenflow", cls, "ZenFlow on ZeRO stage 2", override=True)
+        for stage in (1, 2, 3):
+            description = f"ZenFlow on ZeRO stage {stage}"
+            strategy_registry.register(f"zenflow_stage_{stage}", cls, description, override=True, stage=stage)
+        strategy_registry.register(
+            "zenflow_stage_3_offload",
+            cls,
+            "ZenFlow on ZeRO stage 3 with the parameters in host memory",
+            override=True,
+            stage=3,
+            offload_parameters=True,
+        )
 
 
 class _SettleFirst(Callback):

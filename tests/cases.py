@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class Case:
     """Settings of one comparison; every field has the plainest value as default."""
 
     stage: int = 2
+    offload_params: bool = False
+    """Under stage 3, whether weights live in host memory."""
     topk_ratio: float = 0.5
     update_interval: int = 4
     overlap: bool = True
@@ -137,6 +140,7 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
             select_interval=case.select_interval,
             clip_norm=case.clip_norm,
             local_ranks=world_size,
+            **stage3_settings(case),
         ) as (engine, zero),
     ):
         reference = ZenFlowReference(
@@ -147,10 +151,11 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
             deferred_lr_scale=case.lr_scale,
             clip_norm=case.clip_norm,
             ranks=world_size,
+            stage3=case.stage == 3,
         )
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         for step in range(1, case.steps + 1):
-            twin.load_state_dict(model.state_dict())
+            copy_weights(model, twin)
             twin.zero_grad()
             for micro in range(case.accumulate):
                 use_sometimes = not (case.skips_parameter and step % 3 == 2)
@@ -178,36 +183,57 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
             if step != case.nan_step:
                 worst["norm"] = max(worst["norm"], abs(zero.shard.stats.grad_norm / reference.grad_norm - 1))
             assert zero.shard.clock == reference.clock, (zero.shard.clock, reference.clock)
-            for name, param in params.items():
-                worst["weights"] = max(worst["weights"], relative(param.detach().cpu(), reference.weights(name)))
+            worst["weights"] = max(worst["weights"], furthest(params, reference.weights))
             for after, update_interval, select_interval in case.changes or ():
                 if after == step:
                     changed = (update_interval, select_interval if case.topk_ratio > 0 else None)
                     zero.change_intervals(*changed)
                     reference.change_intervals(*changed)
                     assert zero.shard.intervals == changed
-                    for name, param in params.items():
-                        worst["weights"] = max(
-                            worst["weights"], relative(param.detach().cpu(), reference.weights(name))
-                        )
+                    worst["weights"] = max(worst["weights"], furthest(params, reference.weights))
             if case.lr_changes:
                 for group, own in zip(zero.param_groups, reference.groups, strict=True):
                     group["lr"] = own["lr"] = own["lr"] * (1.3 if step % 2 else 0.6)
         zero.settle()
         reference.settle()
-        for name, param in params.items():
-            worst["weights"] = max(worst["weights"], relative(param.detach().cpu(), reference.masters(name)))
+        worst["weights"] = max(worst["weights"], furthest(params, reference.masters))
         assert model.head.weight is model.tokens.weight
     return worst
+
+
+def stage3_settings(case: Case) -> dict[str, Any]:
+    """Sub-groups of a few parameters, some parameters gathered at all times and some not."""
+    if case.stage != 3:
+        return {}
+    settings: dict[str, Any] = {"sub_group_size": 60, "stage3_param_persistence_threshold": 20}
+    return {**settings, "offload_param": {"device": "cpu"}} if case.offload_params else settings
+
+
+def gathered(params: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Within this context parameters are whole, whatever the ZeRO stage. Every rank must enter it."""
+    cut = [param for param in params if hasattr(param, "ds_id")]
+    return deepspeed.zero.GatheredParameters(cut) if cut else nullcontext()
+
+
+def copy_weights(model: nn.Module, twin: nn.Module) -> None:
+    with gathered(model.parameters()), torch.no_grad():
+        for param, copy in zip(model.parameters(), twin.parameters(), strict=True):
+            copy.copy_(param)
+
+
+def furthest(params: Mapping[str, Any], expected: Callable[[str], Tensor]) -> float:
+    """The largest relative difference between the weights and what is expected by name."""
+    with gathered(params.values()):
+        return max(relative(param.detach().cpu(), expected(name)) for name, param in params.items())
 
 
 @contextmanager
 def pieces_of(numel: int | None) -> Iterator[None]:
     """Makes everything that is cut to fit caches so small that even this model is cut, if `numel` is given."""
     from lightning_zenflow import selected, selection
-    from lightning_zenflow.zero import stage12
+    from lightning_zenflow.zero import adapter
 
-    places = [(stage12, "_CPU_PIECE_NUMEL"), (selected, "_CHUNK_NUMEL"), (selection, "_CHUNK_NUMEL")]
+    places = [(adapter, "_CPU_PIECE_NUMEL"), (selected, "_CHUNK_NUMEL"), (selection, "_CHUNK_NUMEL")]
     before = [getattr(module, name) for module, name in places]
     for (module, name), value in zip(places, before, strict=True):
         setattr(module, name, numel or value)

@@ -13,7 +13,8 @@ from lightning_zenflow import ds_config
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.optimizer import ZenFlowAdamW
 from lightning_zenflow.zero.install import installed, without_compiling
-from lightning_zenflow.zero.stage12 import RunSettings, ZenFlowZeroOptimizer
+from lightning_zenflow.zero.settings import RunSettings
+from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
 
 
 def init_distributed(backend: str = "gloo") -> None:

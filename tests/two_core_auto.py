@@ -25,6 +25,9 @@ from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.offload import process
 
 UPDATE_INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16)
+SLOW_FACTOR = 8.0
+"""From here on the sweep begins at `SLOW_UPDATE_INTERVALS`: with less, a step waits for the host most of the time."""
+SLOW_UPDATE_INTERVALS = (4, 6, 8, 12, 16)
 SELECT_INTERVALS = (16, 64)
 WIDTH, DEPTH, TOKENS = 256, 6, 96
 AUTO_STEPS = 190
@@ -90,7 +93,8 @@ class Turn:
 class Program(Callback):
     """Runs the phases one after the other in one training; the tuner is another callback."""
 
-    def __init__(self) -> None:
+    def __init__(self, update_intervals: tuple[int, ...]) -> None:
+        self.update_intervals = update_intervals
         self.turns: list[Turn] = []
         self.decisions: list[str] = []
         self.phases = self._phases()
@@ -98,7 +102,7 @@ class Program(Callback):
 
     def _phases(self) -> Iterator[tuple[Pair, int]]:
         """Pairs to set, and for how many steps."""
-        for update_interval in UPDATE_INTERVALS:
+        for update_interval in self.update_intervals:
             for select_interval in SELECT_INTERVALS:
                 yield (update_interval, select_interval), max(32, select_interval)
         best = min(self.turns, key=lambda turn: turn.mean_secs).pair
@@ -149,7 +153,7 @@ def main(factor: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {0})
     slow_down(factor)
-    program = Program()
+    program = Program(UPDATE_INTERVALS if factor < SLOW_FACTOR else SLOW_UPDATE_INTERVALS)
     inputs = torch.randn(TOKENS, WIDTH).bfloat16()
     loader = DataLoader(TensorDataset(inputs.repeat(8, 1)), batch_size=TOKENS)
     trainer = Trainer(
@@ -165,7 +169,10 @@ def main(factor: float) -> dict[str, Any]:
         enable_model_summary=False,
     )
     trainer.fit(Mlp(), loader)
-    sweep, duel = program.turns[: len(UPDATE_INTERVALS) * len(SELECT_INTERVALS)], program.turns[program.turns_from :]
+    sweep, duel = (
+        program.turns[: len(program.update_intervals) * len(SELECT_INTERVALS)],
+        program.turns[program.turns_from :],
+    )
     ours, theirs = duel[::2], duel[1::2]
     return {
         "factor": factor,

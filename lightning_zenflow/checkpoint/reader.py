@@ -109,6 +109,20 @@ class StoredCheckpoint:
             _order=model.order,
         )
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a parameter, trained or frozen, of this name."""
+        stored = self._partner(name)
+        return stored in self.shapes or stored in self.frozen
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of a parameter.
+
+        Raises:
+            CheckpointError: It is not stored.
+        """
+        stored = self._stored_name(name)
+        return self.shapes[stored] if stored in self.shapes else tuple(self.frozen[stored].shape)
+
     def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor:
         """A slice of a parameter's master or moment, as a new tensor: flat, fp32, on the CPU.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -20,7 +19,7 @@ from lightning_zenflow.offload.protocol import Restore, Start, Update
 from lightning_zenflow.offload.worker import HostAdamW
 from lightning_zenflow.selected import HostState, SelectedLayout, piece_view
 from lightning_zenflow.shard_state import ShardState
-from lightning_zenflow.shards import ShardTable
+from lightning_zenflow.shards import Segment, ShardTable
 
 KINDS = {"fp32": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -66,51 +65,55 @@ class _Memory:
         raise NotImplementedError
 
 
-class SettledSource:
-    """A checkpoint, read as if it had been settled before it was saved.
+def fill_settled(
+    state: HostState, table: ShardTable, source: Source, states: Sequence[ShardState], groups: Sequence[Hyper]
+) -> None:
+    """As `fill`, from a checkpoint as if it had been settled before it was saved. One stored shard is in memory at a time.
 
     Args:
+        state: What to fill.
+        table: Of the shard to fill.
         source: The checkpoint as it is stored.
         states: The state of every rank that saved it, in order.
         groups: Settings of each parameter group.
     """
+    wanted = {segment.spec.name: segment for segment in table.segments}
+    for stored in states:
+        stored_table = stored.layout.table(stored.layout.rank)
+        parts = [(part, wanted[part.spec.name]) for part in stored_table.segments if part.spec.name in wanted]
+        overlaps = [overlap for part, segment in parts if (overlap := _overlap(part, segment)) is not None]
+        if not overlaps:
+            continue
+        memory = _settle(stored, stored_table, source, tuple(groups))
+        for kind, region in zip(KINDS.values(), state.tensors(), strict=True):
+            for there, here in overlaps:
+                region[here] = getattr(memory, kind)[there]
 
-    def __init__(self, source: Source, states: Sequence[ShardState], groups: Sequence[Hyper]) -> None:
-        self._source, self._states, self._groups = source, states, tuple(groups)
-        self._specs = {spec.name: spec for spec in states[0].layout.params}
-        # One shard at a time: parameters are asked for in the order in which shards hold them.
-        self._shard = lru_cache(maxsize=1)(self._settle)
 
-    def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor:
-        """A slice of a parameter's fp32 master or moment, flat."""
-        spec, layout = self._specs[name], self._states[0].layout
-        out = torch.empty(spec.numel - start if numel is None else numel)
-        partition = layout.partition_numels[spec.group]
-        at = 0
-        while at < out.numel():
-            rank, inside = divmod(spec.offset + start + at, partition)
-            count = min(out.numel() - at, partition - inside)
-            first = layout.table(rank).group_start(spec.group) + inside
-            out[at : at + count] = getattr(self._shard(rank), KINDS[kind])[first : first + count]
-            at += count
-        return out
+def _overlap(stored: Segment, wanted: Segment) -> tuple[slice, slice] | None:
+    """Where the elements that both segments of a parameter have lie in the shard of the first, and of the second."""
+    first = max(stored.param_start, wanted.param_start)
+    numel = min(stored.param_start + stored.numel, wanted.param_start + wanted.numel) - first
+    if numel <= 0:
+        return None
+    starts = [segment.start + first - segment.param_start for segment in (stored, wanted)]
+    return slice(starts[0], starts[0] + numel), slice(starts[1], starts[1] + numel)
 
-    def _settle(self, rank: int) -> _Memory:
-        state = self._states[rank]
-        table = state.layout.table(rank)
-        memory = _Memory.of(table, self._source, state)
-        # Blocks hold a shadow of the selected elements, whose own state is stored: it is put back afterwards.
-        selected = SelectedLayout(table, table.by_index(state.columns), torch.device("cpu"))
-        regions = (memory.master, memory.exp_avg, memory.exp_avg_sq)
-        kept = [_pack(selected, region) for region in regions]
-        start = Start(memory.layout, table.group_ends, None, state.lr_scale)
-        host = HostAdamW(memory, start, 1, lambda: None)
-        host.ledger.restore(Restore(tuple(state.held), tuple(tuple(sums) for sums in state.lr_sums)))
-        for block in range(len(state.held)):
-            host.update(Update(block, 0, state.clock, 0.0, self._groups))
-        for region, packed in zip(regions, kept, strict=True):
-            selected.unpack(packed, piece_view(region))
-        return memory
+
+def _settle(state: ShardState, table: ShardTable, source: Source, groups: tuple[Hyper, ...]) -> _Memory:
+    memory = _Memory.of(table, source, state)
+    # Blocks hold a shadow of the selected elements, whose own state is stored: it is put back afterwards.
+    selected = SelectedLayout(table, table.by_index(state.columns), torch.device("cpu"))
+    regions = (memory.master, memory.exp_avg, memory.exp_avg_sq)
+    kept = [_pack(selected, region) for region in regions]
+    start = Start(memory.layout, table.group_ends, None, state.lr_scale)
+    host = HostAdamW(memory, start, 1, lambda: None)
+    host.ledger.restore(Restore(tuple(state.held), tuple(tuple(sums) for sums in state.lr_sums)))
+    for block in range(len(state.held)):
+        host.update(Update(block, 0, state.clock, 0.0, groups))
+    for region, packed in zip(regions, kept, strict=True):
+        selected.unpack(packed, piece_view(region))
+    return memory
 
 
 def _pack(layout: SelectedLayout, flat: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -12,7 +12,6 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
-from torch import Tensor
 
 from lightning_zenflow.checkpoint.directory import TAG
 from lightning_zenflow.checkpoint.writer import SteadyWriter
@@ -31,7 +30,7 @@ def rank_files(engine: Any, zero: StoresState, *, weights_only: bool, with_parti
     """
     optimizer = zero.state_dict()
     if weights_only:
-        optimizer["base_optimizer_state"] = {**optimizer["base_optimizer_state"], "state": {}}
+        optimizer[zero.optimizer_key] = {**optimizer[zero.optimizer_key], "state": {}}
     states = {"optimizer_state_dict": optimizer, "ds_config": engine.config, "ds_version": _version()}
     files: dict[str, Any] = {Path(engine._get_zero_ckpt_name("", TAG)).name: states}
     if not weights_only:
@@ -40,36 +39,42 @@ def rank_files(engine: Any, zero: StoresState, *, weights_only: bool, with_parti
     return files
 
 
-def model_file(
-    engine: Any, masters: Sequence[Tensor], client_state: Mapping[str, Any], *, exclude_frozen: bool
-) -> dict[str, Any]:
-    """What the first rank writes, by file name: the model's weights, and the state of the Trainer.
+def model_file(engine: Any, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> dict[str, Any]:
+    """What goes beside the optimizer, by file name: the model's state, and that of the Trainer. Every rank must call it.
+
+    Under ZeRO-1 and 2 the first rank writes everything, and the others nothing. Under ZeRO-3 each rank writes its own file,
+    which holds buffers and this rank's part of frozen parameters.
 
     Args:
         engine: DeepSpeed's.
-        masters: Of each group, flat, in the model's dtype; they take the place of the weights that the device shows, which
-            may be extrapolated. Empty if there is no ZeRO optimizer.
         client_state: What Lightning stores.
         exclude_frozen: Leaves parameters out that are not trained.
     """
     zero = engine.optimizer if isinstance(engine.optimizer, StoresState) else None
-    module = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
     if zero is not None:
-        _put_masters(engine, zero, module, masters)
+        module = zero.module_state(engine, exclude_frozen=exclude_frozen)
+        name = Path(engine._get_ckpt_name("", TAG)).name
+    else:
+        module = _module_without_optimizer(engine, exclude_frozen)
+        name = "mp_rank_00_model_states.pt"  # as of ZeRO-1 and 2, since the weights are whole
+    if module is None:
+        return {}
     has_frozen = zero is not None and engine.zero_optimization_partition_gradients() and not exclude_frozen
     state = engine._common_checkpoint_state(module, zero is not None, has_frozen)
     # Without it, DeepSpeed's converter to universal checkpoints asks for a flag.
     state[UNIVERSAL_CHECKPOINT_INFO] = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    return {Path(engine._get_ckpt_name("", TAG)).name: {**state, **client_state}}
+    return {name: {**state, **client_state}}
 
 
-def _put_masters(engine: Any, zero: StoresState, module: dict[str, Tensor], masters: Sequence[Tensor]) -> None:
-    specs = {spec.name: spec for spec in zero.stored_layout().params}
-    for name, param in engine.module.named_parameters(remove_duplicate=False):
-        spec = specs.get(engine.param_names.get(param, name))
-        if spec is not None and name in module:
-            flat = masters[spec.group][spec.offset : spec.offset + spec.numel]
-            module[name] = flat.view(module[name].shape)
+def _module_without_optimizer(engine: Any, exclude_frozen: bool) -> dict[str, Any] | None:
+    """Whole weights on the first rank, in `validate`, `test` and `predict`."""
+    if engine.zero_optimization_partition_weights():
+        gathered: dict[str, Any] | None = engine._consolidated_16bit_state_dict(exclude_frozen)
+        return gathered
+    if engine.global_rank > 0:
+        return None
+    module: dict[str, Any] = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+    return module
 
 
 def _version() -> str:

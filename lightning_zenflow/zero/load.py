@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.checkpoint import directory
 from lightning_zenflow.checkpoint.errors import CheckpointError
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
-from lightning_zenflow.checkpoint.settled import SettledSource, Source
+from lightning_zenflow.checkpoint.settled import Source, fill, fill_settled
 from lightning_zenflow.shard_state import ShardState
 from lightning_zenflow.zero import files
+from lightning_zenflow.zero.module import load_module
 from lightning_zenflow.zero.stored import StoresState
 
 
@@ -42,7 +44,7 @@ def resume(engine: Any, path: Path, *, strict: bool, weights_only: bool | None) 
             " `load_from_checkpoint`."
         )
     _check_parameters(zero, stored, path)
-    engine.load_module_state_dict({"module": stored.module, "frozen_param_fragments": None}, strict=strict)
+    load_module(engine, stored, strict=strict, without=stored.shapes)
     zero.load_groups(stored.param_groups)
     zero.load_loss_scaler(stored.loss_scaler)
     _restore(zero, stored, path)
@@ -52,8 +54,25 @@ def resume(engine: Any, path: Path, *, strict: bool, weights_only: bool | None) 
     return stored.client_state
 
 
+def evaluate(engine: Any, path: Path, *, strict: bool, weights_only: bool | None) -> Mapping[str, Any]:
+    """Loads the masters' weights, rounded to the model's dtype; returns what Lightning has stored. Every rank must call it.
+
+    Args:
+        engine: DeepSpeed's, without an optimizer.
+        path: As for `resume`.
+        strict: As for `resume`.
+        weights_only: As for `resume`.
+
+    Raises:
+        CheckpointError: It is damaged, or belongs to another model.
+    """
+    stored = StoredCheckpoint.open(path, weights_only=weights_only)
+    load_module(engine, stored, strict=strict)
+    return stored.client_state
+
+
 def _check_parameters(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
-    expected = {spec.name: tuple(spec.shape) for spec in zero.stored_layout().params}
+    expected = {spec.name: tuple(spec.shape) for spec in zero.layout.params}
     for name, shape in expected.items():
         if name not in stored.shapes:
             raise CheckpointError(
@@ -76,14 +95,14 @@ def _check_parameters(zero: StoresState, stored: StoredCheckpoint, path: Path) -
 def _restore(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
     states = _states(path, stored.world_size)
     if states is None:
-        zero.load_masters(_Multiplied(stored, _divisor(stored)))
+        zero.load_masters(partial(fill, source=_Multiplied(stored, _divisor(stored))))
         zero.shard.load_masters(stored.step or 0, int(stored.counters.get("skipped_steps", 0)))
         rank_zero_info(f"Resumed after step {stored.step} from a checkpoint of DeepSpeed, with its moments.")
         return
-    layout = zero.stored_layout()
+    layout = zero.layout
     mine = states[layout.rank] if layout.rank < len(states) else states[0]
     if mine.layout == layout:
-        zero.load_masters(stored)
+        zero.load_masters(partial(fill, source=stored))
         zero.shard.load_state(mine)
         zero.load_partial_step(mine)
         _follow(zero, mine)
@@ -98,8 +117,8 @@ def _restore(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
         rank_zero_warn(
             "The micro-batches of a step that was not complete are dropped: their sums belong to other ranks."
         )
-    source = SettledSource(stored, states, [Hyper.of(dict(group)) for group in stored.param_groups])
-    zero.load_masters(source)
+    groups = [Hyper.of(dict(group)) for group in stored.param_groups]
+    zero.load_masters(partial(fill_settled, source=stored, states=states, groups=groups))
     zero.shard.load_masters(mine.clock, mine.skipped_steps, mine.schedule, mine.columns)
     _follow(zero, mine)
 

@@ -61,14 +61,14 @@ class Saving:
                         engine, zero, weights_only=weights_only, with_partial_step=with_partial_step
                     )
                     self._write(parts)
-            masters = [] if zero is None else zero.rounded_masters()
+            model = files.model_file(engine, client_state, exclude_frozen=exclude_frozen)
             with self._step("write the weights"):
+                self._write(model)
                 if self._rank == 0:
-                    self._write(files.model_file(engine, masters, client_state, exclude_frozen=exclude_frozen))
                     if zero is not None:
                         engine._copy_recovery_script(str(self._staging))
                     (self._staging / "latest").write_text(directory.TAG)
-            del masters
+            del model
             facts = self._facts(zero, weights_only)
             with self._step("move it into place"):
                 if self._rank == 0:
@@ -83,7 +83,7 @@ class Saving:
             files.write(self._staging / directory.TAG / name, content)
 
     def _facts(self, zero: StoresState | None, weights_only: bool) -> dict[str, Any]:
-        layout = zero.stored_layout() if zero is not None else None
+        layout = zero.layout if zero is not None else None
         return {
             "world_size": layout.world_size if layout else 1,
             "step": zero.shard.clock if zero is not None else None,

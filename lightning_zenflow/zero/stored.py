@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from deepspeed import comm as dist
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.settled import Source, fill
 from lightning_zenflow.optimizer import ZenFlowAdamW
 from lightning_zenflow.selected import HostState
 from lightning_zenflow.shard_optimizer import ShardOptimizer
@@ -21,9 +19,6 @@ from lightning_zenflow.shards import Segment, ShardTable
 from lightning_zenflow.signals import postponed
 
 _log = logging.getLogger(__name__)
-
-_GATHER_NUMEL = 1 << 24
-"""Masters of other ranks pass through the device in pieces of this size."""
 
 # What optimizers of PyTorch and DeepSpeed look for in their groups, in case this run's optimizer had no need of it.
 _GROUP_DEFAULTS: dict[str, Any] = {
@@ -45,12 +40,15 @@ class StoresState:
 
     Attributes:
         stored_clip_norm: The run's limit of the gradient norm. Plain DeepSpeed goes on with the limit of a checkpoint.
+        optimizer_key: Under which DeepSpeed stores the state of the optimizer inside its own.
     """
+
+    optimizer_key = "base_optimizer_state"
 
     stored_clip_norm: float = 0.0
     shard: ShardOptimizer
     optimizer: ZenFlowAdamW
-    single_partition_of_fp32_groups: list[Tensor]
+    _layout: StoredLayout
     dtype: torch.dtype
     loss_scaler: Any
     elastic_checkpoint: bool
@@ -60,6 +58,7 @@ class StoresState:
     _device: torch.device
     settings: Any
     dp_process_group: Any
+    param_names: Mapping[Any, str]
     _is_retired = False
     _partial_step: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None
 
@@ -79,32 +78,34 @@ class StoresState:
         self.complete()
         self.elastic_checkpoint = False  # one layout for all: an elastic run reads it as well
         self.optimizer.state.clear()
-        for group, partition in enumerate(self.single_partition_of_fp32_groups):
-            self.optimizer.state[partition] = self._moments(group)
+        for partition, part in self.fp32_partitions():
+            self.optimizer.state[partition] = self._moments(part)
         try:
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         finally:
             self.optimizer.state.clear()
-        state["clip_grad"] = self.stored_clip_norm
-        groups = state["base_optimizer_state"]["param_groups"]
-        state["base_optimizer_state"]["param_groups"] = [
+        if "clip_grad" in state:
+            state["clip_grad"] = self.stored_clip_norm
+        groups = state[self.optimizer_key]["param_groups"]
+        state[self.optimizer_key]["param_groups"] = [
             {name: _plain(value) for name, value in {**_GROUP_DEFAULTS, **group}.items()} for group in groups
         ]
         return state
 
-    def _moments(self, group: int) -> dict[str, Any]:
-        table, arena = self._tables[self._rank], self.shard.host.arena
-        part = slice(table.group_start(group), table.group_ends[group])
-        clock = self.shard.clock
+    def fp32_partitions(self) -> Iterator[tuple[Tensor, slice]]:
+        """DeepSpeed's fp32 partitions, which are views of the arena, and their places in the shard."""
+        raise NotImplementedError
+
+    def _moments(self, part: slice) -> dict[str, Any]:
+        arena, clock = self.shard.host.arena, self.shard.clock
         # PyTorch counts steps in a tensor, DeepSpeed's optimizers in an integer.
         step = clock if self.optimizer.counts_in_integers else torch.tensor(float(clock))
         return {"step": step, "exp_avg": arena.exp_avg[part], "exp_avg_sq": arena.exp_avg_sq[part]}
 
-    def stored_layout(self) -> StoredLayout:
+    @property
+    def layout(self) -> StoredLayout:
         """How the parameters are cut over the ranks."""
-        table = self._tables[self._rank]
-        numels = [end - table.group_start(group) for group, end in enumerate(table.group_ends)]
-        return StoredLayout(table.params, tuple(numels), self._rank, self._world_size, self.dtype)
+        return self._layout
 
     def own_state(self, *, with_partial_step: bool) -> ShardState:
         """What DeepSpeed's layout has no place for; after `state_dict`, which waits for the worker.
@@ -112,7 +113,7 @@ class StoresState:
         Args:
             with_partial_step: Whether the micro-batches of a step that is not complete yet are part of it.
         """
-        state = self.shard.state(self.stored_layout(), self.settings.config.deferred_lr_scale)
+        state = self.shard.state(self.layout, self.settings.config.deferred_lr_scale)
         state = replace(state, configured=self.settings.configured)
         if not with_partial_step:
             return state
@@ -120,29 +121,9 @@ class StoresState:
         partial, received = self._partial_step or (self.partial_step(), self.received())
         return replace(state, partial=partial, received=received)
 
-    def rounded_masters(self) -> list[Tensor]:
-        """The masters of all ranks in the model's dtype on the CPU, flat, one tensor per group; empty on other ranks than 0.
-
-        Every rank must call it. The device needs memory for a small piece only.
-        """
-        mine, gathered = self.shard.host.arena.master, []
-        for group, end in enumerate(self._tables[self._rank].group_ends):
-            part = mine[self._tables[self._rank].group_start(group) : end]
-            if self._world_size == 1:
-                gathered.append(part.to(self.dtype))
-                continue
-            whole = torch.empty(self._world_size, part.numel() if self._rank == 0 else 0, dtype=self.dtype)
-            for start in range(0, part.numel(), _GATHER_NUMEL):
-                piece = part[start : start + _GATHER_NUMEL].to(device=self._device, dtype=self.dtype)
-                everyone = torch.empty(self._world_size * piece.numel(), dtype=self.dtype, device=self._device)
-                # As bytes, since not every backend gathers 16-bit floats.
-                dist.all_gather_into_tensor(
-                    everyone.view(torch.uint8), piece.view(torch.uint8), group=self.dp_process_group
-                )
-                if self._rank == 0:
-                    whole[:, start : start + piece.numel()] = everyone.view(self._world_size, -1).cpu()
-            gathered.append(whole.view(-1))
-        return gathered if self._rank == 0 else []
+    def module_state(self, engine: Any, *, exclude_frozen: bool) -> dict[str, Any] | None:
+        """The module's state as this rank writes it; `None` if it is not for this rank to write. Every rank must call it."""
+        raise NotImplementedError
 
     def retire(self) -> None:
         """After the last step: ends the background process and keeps what a checkpoint needs, until `free`."""
@@ -189,11 +170,11 @@ class StoresState:
         """Refuses: `ZenFlowStrategy.load_checkpoint` restores, by parameter name and from any layout."""
         raise NotImplementedError("ZenFlow restores through `trainer.fit(ckpt_path=...)`.")
 
-    def load_masters(self, source: Source) -> None:
-        """Fills this rank's masters and moments; the worker must be idle."""
+    def load_masters(self, fill: Callable[[HostState, ShardTable], None]) -> None:
+        """Has this rank's masters and moments filled; the worker must be idle."""
         self.shard.host.reset()
         arena = self.shard.host.arena
-        fill(HostState(arena.master, arena.exp_avg, arena.exp_avg_sq), self._tables[self._rank], source)
+        fill(HostState(arena.master, arena.exp_avg, arena.exp_avg_sq), self._tables[self._rank])
 
     def load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Takes over learning rates and the like of a checkpoint, as every optimizer does.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 FACTORS: dict[str, list[Any]] = {
-    "stage": [2, 1],
+    "stage": [2, 1, 3],
+    "offload_params": [False, True],
     "topk_ratio": [0.1, 0, 0.5, 1],
     "update_interval": [4, 1, 2],
     "overlap": [True, False],

@@ -1,0 +1,157 @@
+"""The adapter for ZeRO stage 3: each parameter is cut over the ranks, and no rank has all weights.
+
+A rank's weights lie in one flat buffer, on the device or, with parameter offload, in host memory. A forward gathers a
+layer from all ranks when it needs it, so that nothing has to be exchanged after an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+
+from lightning_zenflow.offload.client import HostClient
+from lightning_zenflow.shard_optimizer import Outcome
+from lightning_zenflow.shard_state import StoredLayout
+from lightning_zenflow.shards import ParamSpec, Segment, ShardTable
+from lightning_zenflow.zero.adapter import ZenFlowZero
+
+
+class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
+    """DeepSpeed's ZeRO-3 optimizer with ZenFlow's step.
+
+    Attributes:
+        fp32_partitioned_groups_flat: The masters of each sub-group, views of the arena, as DeepSpeed's checkpoints and
+            accessors look for them.
+    """
+
+    optimizer_key = "optimizer_state_dict"
+    fp32_partitioned_groups_flat: list[Tensor]
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    def _setup_for_real_optimizer(self) -> None:
+        """Called by DeepSpeed once the weights are cut; it would allocate fp32 partitions and gradients here."""
+        self.start()
+        for group in self.optimizer.param_groups:
+            group["params"] = []  # as DeepSpeed has it; checkpoints put the partitions in
+        if self._world_size > 1 and self.contiguous_gradients:
+            for dtype, bucket in self.ipg_buckets.items():
+                bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self._device)
+
+    def _read_layout(self) -> tuple[list[Any], StoredLayout]:
+        """From the order of the sub-groups, into which DeepSpeed divides each group."""
+        numels = [0] * len(self.optimizer.param_groups)
+        params, specs = [], []
+        for sub_group, own in enumerate(self.fp16_groups):
+            group = self.sub_group_to_group_id[sub_group]
+            for param in own:
+                params.append(param)
+                specs.append(ParamSpec(self.param_names[param], tuple(param.ds_shape), group, numels[group]))
+                numels[group] += param.partition_numel()
+        layout = StoredLayout(True, tuple(specs), tuple(numels), self._rank, self._world_size, self.dtype)
+        return params, layout
+
+    def _weights_of_groups(self) -> list[Tensor]:
+        parts: list[list[Tensor]] = [[] for _ in self._layout.partition_numels]
+        for sub_group, flat in enumerate(self.fp16_partitioned_groups_flat):
+            parts[self.sub_group_to_group_id[sub_group]].append(flat)
+        return [_joined(flats, self.dtype) for flats in parts]
+
+    def _move_masters(self, client: HostClient, table: ShardTable) -> None:
+        # DeepSpeed leaves its padding as the memory was, which may be a NaN.
+        for param in self._params:
+            _padding(param).zero_()
+        self.fp32_partitioned_groups_flat.extend(torch.empty(0) for _ in self.fp16_groups)
+        for (partition, part), flat in zip(self.fp32_partitions(), self.fp16_partitioned_groups_flat, strict=True):
+            partition.data = client.arena.master[part]
+            partition.copy_(flat)
+
+    def fp32_partitions(self) -> Iterator[tuple[Tensor, slice]]:
+        start = 0
+        for partition, flat in zip(self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat, strict=True):
+            yield partition, slice(start, start + flat.numel())
+            start += flat.numel()
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
+        """Called by DeepSpeed with each gradient; on a single rank there is nothing to reduce and no bucket to fill."""
+        if self._world_size > 1:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+        elif param.ds_numel > 0 and getattr(param, "ds_grad_is_ready", True):
+            stream = self.reduce_and_partition_stream
+            if not get_accelerator().resolves_data_dependency():
+                stream.wait_stream(get_accelerator().current_stream())
+            with get_accelerator().stream(stream):
+                self.partition_grads([param], [param.grad.view(-1)])
+
+    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[Tensor]) -> None:
+        """Called by DeepSpeed with this rank's part of each reduced gradient, within the stream that reduced it."""
+        for param, grad in zip(params_to_release, grad_partitions, strict=True):
+            segment = self._segments.get(id(param))
+            if segment is not None:  # a small parameter may have no part here
+                self.take_gradient(segment, grad.view(-1)[: segment.numel])
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                # The gradient's memory is not given to others before this stream is done with it.
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+
+    def _wait_for_gradients(self) -> None:
+        """DeepSpeed waits for its stream at the end of each backward."""
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        self._pre_step()
+        # Gathered copies of weights go, so that the next forward gathers what is current then.
+        self._partition_all_parameters()
+
+    def _exchange(self, outcome: Outcome) -> None:
+        self._gather_persistent()
+
+    def gather_weights(self) -> None:
+        self._partition_all_parameters()
+        self._gather_persistent()
+
+    def _gather_persistent(self) -> None:
+        """Small parameters stay gathered between steps."""
+        if self.persistent_parameters:
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+        self.invalidate_secondary_tensor()
+
+    def own_weights(self) -> Iterator[tuple[Segment, Tensor]]:
+        for segment in self._segments.values():
+            yield segment, self._params[segment.param].ds_tensor.detach().view(-1)[: segment.numel].cpu()
+
+    def module_state(self, engine: Any, *, exclude_frozen: bool) -> dict[str, Any] | None:
+        """On every rank, with placeholders for parameters: their masters are in the optimizer's files."""
+        self._partition_all_parameters()
+        try:
+            module: dict[str, Any] = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+        finally:
+            self._gather_persistent()
+        return module
+
+
+def _joined(flats: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Flat tensors that lie one behind the other in one buffer, as one tensor of it."""
+    if not flats:
+        return torch.empty(0, dtype=dtype)
+    first, total = flats[0], sum(flat.numel() for flat in flats)
+    at = first.storage_offset()
+    for flat in flats:
+        assert flat.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and flat.storage_offset() == at
+        at += flat.numel()
+    return first.detach().as_strided((total,), (1,), first.storage_offset())
+
+
+def _padding(param: Any) -> Tensor:
+    """What of a parameter's part on this rank belongs to no element."""
+    part = param.ds_tensor.detach().view(-1)
+    held = max(0, min(part.numel(), param.ds_numel - param.ds_zero_partition_rank * part.numel()))
+    return part[held:]
