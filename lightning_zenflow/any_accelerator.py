@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
@@ -27,6 +28,8 @@ class AnyAcceleratorStrategy(DeepSpeedStrategy):
     def _init_deepspeed_distributed(self) -> None:
         from lightning_zenflow.zero.install import without_compiling
 
+        # DeepSpeed's own calls: under ZeRO-3 a line for each layer and step.
+        warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", category=FutureWarning)
         with without_compiling():
             super()._init_deepspeed_distributed()
         # Lightning does this for NCCL alone. A group of another backend that outlives Python may abort the exiting process.

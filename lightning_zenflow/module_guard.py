@@ -31,12 +31,23 @@ class ModuleGuard:
                     " were frozen when it started, so they would not be trained. Set it before `fit`."
                 )
 
-    def release(self, engine: Any) -> None:
-        """Removes from the module what DeepSpeed leaves there, which would keep the engine and its buffers alive."""
+    def release(self, engine: Any, *, wait: bool = True) -> None:
+        """Removes from the module what DeepSpeed leaves there, which would keep the engine and its buffers alive.
+
+        Under ZeRO-3 parameters stay cut, with what they need for it.
+
+        Args:
+            engine: DeepSpeed's.
+            wait: Whether the other ranks are still there, so that what is on its way from them can be waited for.
+        """
+        from lightning_zenflow.zero.release import release_cut
+
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
         engine.destroy()
+        release_cut(engine.module, wait=wait)
         for param, own in self._own_attributes:
-            for name in vars(param).keys() - own:
-                delattr(param, name)
+            if not hasattr(param, "ds_id"):
+                for name in vars(param).keys() - own:
+                    delattr(param, name)
         self._own_attributes.clear()

@@ -134,11 +134,28 @@ class SelectedState:
 
     `wire` has the dtype of the model's weights and serves twice: during backward it collects the gradients, after the
     update it holds the new weights until they are written and exchanged.
+
+    Args:
+        table: Of the shard.
+        wire_dtype: dtype of the model's weights.
+        device: Where the state lives.
+        weights_device: Where the model's weights live: with parameter offload under ZeRO-3, on the host.
     """
 
-    def __init__(self, table: ShardTable, wire_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: ShardTable,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        weights_device: torch.device | None = None,
+    ) -> None:
         self._table, self._wire_dtype, self._device = table, wire_dtype, device
-        self.layout = SelectedLayout(table, {}, device)
+        self._weights_device = weights_device or device
+        self._take(SelectedLayout(table, {}, device))
+
+    def _take(self, layout: SelectedLayout) -> None:
+        self.layout = layout
+        self._weights_layout = layout if self._weights_device == self._device else layout.to(self._weights_device)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -150,8 +167,7 @@ class SelectedState:
 
     def fetch(self, host: HostState, columns: Mapping[int, Tensor]) -> int:
         """Takes the columns' state from the host, which must be idle. Returns the bytes moved."""
-        self.layout = SelectedLayout(self._table, columns, self._device)
-        self._allocate()
+        self._take(SelectedLayout(self._table, columns, self._device))
         host_layout = self.layout.to(torch.device("cpu"))
         packed = torch.empty(self.layout.numel, dtype=torch.float32)
         for mine, theirs in zip((self.weight, self.exp_avg, self.exp_avg_sq), host.tensors(), strict=True):
@@ -179,11 +195,15 @@ class SelectedState:
 
     def write(self, weights: View) -> None:
         """Writes the rounded masters that `update` has left in `wire` into the model's weights."""
-        self.layout.unpack(self.wire, weights)
+        self._write(self.wire, weights)
 
     def write_masters(self, weights: View) -> None:
         """Rounds and writes the masters at any time: `wire` may hold gradients of the step to come, and keeps them."""
-        self.layout.unpack(self.weight.to(self._wire_dtype, copy=True), weights)
+        self._write(self.weight.to(self._wire_dtype, copy=True), weights)
+
+    def _write(self, packed: Tensor, weights: View) -> None:
+        # Blocking where the device changes: the weights are written by the CPU at once.
+        self._weights_layout.unpack(packed.to(self._weights_device), weights)
 
 
 def piece_view(flat: Tensor) -> View:

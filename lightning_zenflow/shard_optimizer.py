@@ -84,7 +84,7 @@ class ShardOptimizer:
         self._blocks = DeferredBlocks(host, weights, table.numel, self._transfers, self._timeline)
         arena = host.arena
         self._host_state = HostState(arena.master, arena.exp_avg, arena.exp_avg_sq)
-        self.selected = SelectedState(table, wire_dtype, device)
+        self.selected = SelectedState(table, wire_dtype, device, weights.device)
         self.columns: dict[int, Tensor] = {}
         self.selected.fetch(self._host_state, self.columns)
         self.inbox = GradientInbox(table, self.selected, self._transfers, device)

@@ -87,7 +87,7 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
     def _begin_run(self) -> None:
         self._skipped_steps_logged = 0
         self._step_is_open = self._batch_is_open = False
-        self._has_ended = self._is_complete = False
+        self._has_ended = self._is_complete = self._loads_whole_file = False
         self._guard: ModuleGuard | None = None
 
     # -- settings ---------------------------------------------------------------------------------------------------
@@ -188,6 +188,14 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         self._guard = ModuleGuard(model)
         with any_layout():
             super()._initialize_deepspeed_inference(model)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Under ZeRO-3, parameters made in `configure_model` are cut over the ranks as soon as their module is made."""
+        from lightning_zenflow.zero.broadcast import any_layout
+
+        with any_layout(), super().model_sharded_context():
+            yield
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
@@ -317,10 +325,15 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         self._is_complete = True
 
     @property
+    def _is_running(self) -> bool:
+        """Whether the Trainer is at work, without an exception until now."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING  # type: ignore[union-attr]
+
+    @property
     def _is_fitted(self) -> bool:
         """Whether `fit` has come to its end without an exception."""
-        module = self.lightning_module
-        return self._zero is not None and module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+        return self._zero is not None and self._is_running
 
     @property
     def intervals(self) -> tuple[int, int | None]:
@@ -366,7 +379,7 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
             super().teardown()
         finally:
             if self._guard is not None and engine is not self.lightning_module and hasattr(engine, "destroy"):
-                self._guard.release(engine)
+                self._guard.release(engine, wait=self._is_running)
             self._threads.restore()
             trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
             for callback in (self._settle_first, self._auto_tuner):
@@ -495,23 +508,50 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         """Resumes `fit` where the checkpoint was saved; loads the masters' weights for `validate`, `test` and `predict`.
 
         Args:
-            checkpoint_path: A directory that `ZenFlowStrategy` or Lightning's `DeepSpeedStrategy` has written.
+            checkpoint_path: A directory that `ZenFlowStrategy` or Lightning's `DeepSpeedStrategy` has written. Under ZeRO-3
+                with `load_full_weights` also a single file with the whole `state_dict`: then the masters are its values,
+                and the moments begin at zero.
             weights_only: Whether its files must hold nothing but tensors and plain types.
 
         Raises:
             CheckpointError: It is not there, damaged, or of another model; the message names it and what to do.
         """
         from lightning_zenflow.checkpoint import directory
+        from lightning_zenflow.checkpoint.whole_file import load_whole_file
         from lightning_zenflow.zero.load import evaluate, resume
 
         assert self.lightning_module is not None
         path = Path(checkpoint_path)
+        self._loads_whole_file = self.load_full_weights and self.zero_stage_3 and path.is_file()
+        if self._loads_whole_file:
+            return load_whole_file(path, weights_only)  # its weights are loaded once hooks have seen it
         directory.verify(path)
         load = resume if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else evaluate
         strict = self.lightning_module.strict_loading
         client_state = load(self.deepspeed_engine, path, strict=strict, weights_only=weights_only)
         self._skipped_steps_logged = self.step_stats.skipped_steps
         return dict(client_state)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the weights of a single file; those of a directory are there already. Every rank must call it.
+
+        Raises:
+            CheckpointError: They are of another model.
+        """
+        from lightning_zenflow.zero.load import begin_with
+
+        if self._loads_whole_file:
+            begin_with(self.deepspeed_engine, checkpoint, strict=strict)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """No: `load_checkpoint` has restored it. Says so where it could not, since the checkpoint is a single file."""
+        if self._loads_whole_file:
+            rank_zero_warn(
+                "`ckpt_path` is a single file, so Adam's moments begin at zero. To resume with them, pass the directory that"
+                " `Trainer.save_checkpoint` or `ModelCheckpoint` wrote."
+            )
+        return False
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint that is no longer wanted: as a whole, or not at all."""

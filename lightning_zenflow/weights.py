@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_zenflow.shards import Piece, ShardTable
@@ -19,6 +20,11 @@ class ShardWeights:
         self._starts = [table.group_start(group) for group in range(len(table.group_ends))]
         self._ends = table.group_ends
         self._partitions = [partition.detach() for partition in partitions]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live: with parameter offload under ZeRO-3, on the host."""
+        return max(self._partitions, key=Tensor.numel).device
 
     def view(self, piece: Piece) -> Tensor:
         """The flat elements of a piece."""

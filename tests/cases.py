@@ -140,7 +140,7 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
             select_interval=case.select_interval,
             clip_norm=case.clip_norm,
             local_ranks=world_size,
-            **stage3_settings(case),
+            **stage3_settings(case.stage, case.offload_params),
         ) as (engine, zero),
     ):
         reference = ZenFlowReference(
@@ -201,12 +201,12 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
     return worst
 
 
-def stage3_settings(case: Case) -> dict[str, Any]:
+def stage3_settings(stage: int, offload_params: bool) -> dict[str, Any]:
     """Sub-groups of a few parameters, some parameters gathered at all times and some not."""
-    if case.stage != 3:
+    if stage != 3:
         return {}
     settings: dict[str, Any] = {"sub_group_size": 60, "stage3_param_persistence_threshold": 20}
-    return {**settings, "offload_param": {"device": "cpu"}} if case.offload_params else settings
+    return {**settings, "offload_param": {"device": "cpu"}} if offload_params else settings
 
 
 def gathered(params: Iterable[Any]) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.any_accelerator import AnyAcceleratorStrategy
+from tests.cases import gathered
 from tests.modules import FEATURES, QUIET, Small
 
 ALL_SELECTED: dict[str, Any] = {"topk_ratio": 1}
@@ -81,7 +82,7 @@ def state_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     tensors, step = read(engine.optimizer, module)
     return {
         **tensors,
-        "weights": {name: param.detach().clone() for name, param in module.named_parameters()},
+        "weights": shown(module),
         "buffers": {name: buffer.clone() for name, buffer in module.named_buffers()},
         "step": step,
         "groups": [
@@ -92,6 +93,12 @@ def state_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "scale": float(engine.optimizer.loss_scale),
     }
+
+
+def shown(module: LightningModule) -> dict[str, Tensor]:
+    """Copies of all weights, whole. Every rank must call it."""
+    with gathered(module.parameters()):
+        return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
 def _plain(zero: Any, module: LightningModule) -> tuple[dict[str, dict[str, Tensor]], int | None]:
@@ -117,11 +124,11 @@ def _ours(zero: Any, module: LightningModule) -> tuple[dict[str, dict[str, Tenso
     zero.complete()
     arena, found = zero.shard.host.arena, {}
     for kind, region in zip(KINDS, (arena.master, arena.exp_avg, arena.exp_avg_sq), strict=True):
-        found[kind] = {spec.name: torch.zeros(spec.numel) for spec in zero.stored_layout().params}
+        found[kind] = {spec.name: torch.zeros(spec.numel) for spec in zero.layout.params}
         for segment in zero._tables[zero._rank].segments:
             part = found[kind][segment.spec.name].narrow(0, segment.param_start, segment.numel)
             part.copy_(region[segment.start : segment.stop])
-        for spec in zero.stored_layout().params:
+        for spec in zero.layout.params:
             torch.distributed.all_reduce(found[kind][spec.name])
             found[kind][spec.name] = found[kind][spec.name].view(spec.shape)
     return found, zero.shard.clock
@@ -161,7 +168,7 @@ class Steady(Small):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if not hasattr(self, "first_weights"):
-            self.first_weights = {name: param.detach().clone() for name, param in self.named_parameters()}
+            self.first_weights = shown(self)
         inputs, targets = (
             part.chunk(self.trainer.world_size)[self.global_rank]
             for part in self.batch(self.current_epoch * 1000 + batch_idx)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.reference import ZenFlowReference
-from tests.cases import relative
+from tests.cases import gathered, relative
 
 with warnings.catch_warnings():
     # Imported by DeepSpeed when the first engine is built; torch's compiler warns of itself meanwhile.
@@ -120,8 +120,15 @@ def batches(count: int, size: int = 4, seed: int = 0) -> DataLoader[Any]:
 
 
 def weights(module: Small) -> Tensor:
-    """All parameters in one flat fp32 tensor."""
-    return torch.cat([param.detach().float().flatten() for param in module.net.parameters()])
+    """All parameters in one flat fp32 tensor. Under ZeRO-3 every rank must call it."""
+    with gathered(module.net.parameters()):
+        return torch.cat([param.detach().float().flatten() for param in module.net.parameters()])
+
+
+def numel_of(param: Any) -> int:
+    """Elements of a parameter, which under ZeRO-3 shows none while it is cut."""
+    numel: int = getattr(param, "ds_numel", param.numel())
+    return numel
 
 
 def masters(trainer: Trainer) -> dict[str, Tensor]:
@@ -204,6 +211,7 @@ class FollowsReference(Callback):
             deferred_lr_scale=settings.deferred_lr_scale,
             clip_norm=trainer.gradient_clip_val,
             ranks=trainer.world_size,
+            stage3=trainer.strategy.zero_stage_3,
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -212,9 +220,9 @@ class FollowsReference(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         assert isinstance(pl_module, Small) and isinstance(trainer.strategy, ZenFlowStrategy)
         expected = self._autograd(trainer, pl_module)
-        grads = {name: trainer.strategy.gradient(param) for name, param in self.params.items() if param.numel()}
+        grads = {name: trainer.strategy.gradient(param) for name, param in self.params.items() if numel_of(param)}
         for name, grad in grads.items():
-            assert grad.shape == self.params[name].shape and grad.dtype == torch.float32
+            assert grad.shape == expected[name].shape and grad.dtype == torch.float32
             assert self.params[name].grad is None
             self._see("gradient", relative(grad, expected[name]))
         norm = sum(grad.square().sum().item() for grad in expected.values()) ** 0.5
@@ -226,7 +234,8 @@ class FollowsReference(Callback):
     def _autograd(self, trainer: Trainer, module: Small) -> dict[str, Tensor]:
         """The gradient of this step's batches, averaged over ranks, as plain PyTorch computes it in fp32."""
         twin = module.make_net()
-        twin.load_state_dict(module.net.state_dict())
+        with gathered(module.net.parameters()):
+            twin.load_state_dict(module.net.state_dict())
         for batch in self._batches:
             (module.loss(twin, [part.float() if part.is_floating_point() else part for part in batch])).backward()
         grads = {}
@@ -255,9 +264,10 @@ class FollowsReference(Callback):
         self._compare(self.reference.masters)
 
     def _compare(self, expected: Callable[[str], Tensor]) -> None:
-        for name, param in self.params.items():
-            if param.numel():
-                self._see("weights", relative(param.detach().float(), expected(name)))
+        with gathered(self.params.values()):
+            for name, param in self.params.items():
+                if numel_of(param):
+                    self._see("weights", relative(param.detach().float(), expected(name)))
 
     def _see(self, what: str, difference: float) -> None:
         self.worst[what] = max(self.worst[what], difference)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_zenflow.config import ZenFlowConfig
-from tests.cases import Case, Zoo, batch, param_groups, relative, run_case
+from tests.cases import Case, Zoo, batch, gathered, param_groups, relative, run_case, stage3_settings
 from tests.delays import everything_late
 from tests.engine import init_distributed, zenflow_engine
 
@@ -47,6 +47,7 @@ def train(
     batch_scale: float = 1.0,
     accumulate: int = 1,
     stage: int = 2,
+    offload_params: bool = False,
     clip_norm: float = 1.0,
 ) -> dict[str, torch.Tensor]:
     """Trains the zoo with the engine and returns its weights; with delays, everything that can be late is late."""
@@ -63,6 +64,7 @@ def train(
         clip_norm=clip_norm,
         precision=precision,
         local_ranks=world_size,
+        **stage3_settings(stage, offload_params),
     )
     with everything_late(seed, delays_secs), engine_of_run as (engine, zero):
         for step in range(1, steps + 1):
@@ -76,7 +78,8 @@ def train(
                 time.sleep(randomly.random() * delays_secs)
             engine.step()
         zero.settle()
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+        with gathered(model.parameters()):
+            return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def against_torch_all(runs: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -86,7 +89,13 @@ def against_torch_all(runs: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def against_torch(
-    rank: int, world_size: int, config: dict[str, Any], decoupled: bool = True, steps: int = 12
+    rank: int,
+    world_size: int,
+    config: dict[str, Any],
+    decoupled: bool = True,
+    stage: int = 2,
+    offload_params: bool = False,
+    steps: int = 12,
 ) -> dict[str, float]:
     """Trains the zoo with the engine and with torch's own optimizer; returns the relative difference of each parameter."""
     torch.manual_seed(0)
@@ -97,10 +106,16 @@ def against_torch(
         del group["decoupled_weight_decay"]
     optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(twin_groups)
     settings = ZenFlowConfig(**{"select_strategy": "step", "select_interval": 5, **config})
-    with zenflow_engine(model, groups, settings, select_interval=5, clip_norm=0.5, local_ranks=world_size) as (
-        engine,
-        zero,
-    ):
+    with zenflow_engine(
+        model,
+        groups,
+        settings,
+        stage=stage,
+        select_interval=5,
+        clip_norm=0.5,
+        local_ranks=world_size,
+        **stage3_settings(stage, offload_params),
+    ) as (engine, zero):
         for step in range(1, steps + 1):
             ids, targets = batch(step, 0, rank)
             engine.backward(F.cross_entropy(engine(ids, True), targets))
@@ -113,7 +128,8 @@ def against_torch(
             optimizer.step()
         zero.settle()
         twins = dict(twin.named_parameters())
-        return {name: relative(param.detach(), twins[name].detach()) for name, param in model.named_parameters()}
+        with gathered(model.parameters()):
+            return {name: relative(param.detach(), twins[name].detach()) for name, param in model.named_parameters()}
 
 
 def tiny_steps(topk_ratio: float, steps: int = 200) -> dict[str, float]:

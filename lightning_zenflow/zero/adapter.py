@@ -63,6 +63,9 @@ class ZenFlowZero(StoresState):
         """What DeepSpeed has to do before weights change; waits until its gradients are complete."""
         raise NotImplementedError
 
+    def _release_weights(self) -> None:
+        """Before weights change outside a step: waits until the device no longer reads what the CPU will write."""
+
     def _exchange(self, outcome: Outcome) -> None:
         """After a step of several ranks: brings to the others what changed here, if they hold it."""
         raise NotImplementedError
@@ -231,12 +234,14 @@ class ZenFlowZero(StoresState):
     def settle(self) -> None:
         """Applies every gradient the host holds; afterwards the model's weights are the rounded masters."""
         with postponed():
+            self._release_weights()
             if self.shard.settle():
                 self.gather_weights()
 
     def change_intervals(self, update_interval: int, select_interval: int | None) -> None:
         """Other intervals from the next step on. Every rank must call it with the same values."""
         with postponed():
+            self._release_weights()
             if self.shard.change_intervals(update_interval, select_interval):
                 self.gather_weights()
 

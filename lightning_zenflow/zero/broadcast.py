@@ -11,19 +11,32 @@ import torch
 
 @contextmanager
 def any_layout() -> Iterator[None]:
-    """Within this context DeepSpeed's engine takes parameters without dimensions, or with strides of their own.
+    """Within this context DeepSpeed takes parameters without dimensions, or with strides of their own.
 
     It broadcasts the bytes of each parameter as it lies in memory, which PyTorch refuses for a scalar such as CLIP's
-    temperature and for `channels_last` weights.
+    temperature and for `channels_last` weights. Under ZeRO-3 the parameters of modules that are made here are cut at once.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import Init
 
-    original = DeepSpeedEngine._broadcast_model
-    DeepSpeedEngine._broadcast_model = _broadcast_model
+    originals = DeepSpeedEngine._broadcast_model, Init._zero_init_param
+    DeepSpeedEngine._broadcast_model, Init._zero_init_param = _broadcast_model, _cut_param
     try:
         yield
     finally:
-        DeepSpeedEngine._broadcast_model = original
+        DeepSpeedEngine._broadcast_model, Init._zero_init_param = originals
+
+
+def _cut_param(cutter: Any, param: Any) -> None:
+    """Cuts a parameter into parts of the ranks, with the weights of the first one. Whole again, it is contiguous."""
+    from deepspeed import comm as dist
+
+    param.data = param.data.contiguous()
+    cutter._convert_to_deepspeed_param(param)
+    group = cutter.get_partition_dp_group(param)
+    source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
+    dist.broadcast(param.data.view(-1).view(torch.uint8), source, group)
+    param.partition()
 
 
 def _broadcast_model(engine: Any) -> None:

@@ -12,6 +12,8 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+from torch import Tensor
 
 from lightning_zenflow.checkpoint.directory import TAG
 from lightning_zenflow.checkpoint.writer import SteadyWriter
@@ -69,12 +71,30 @@ def model_file(engine: Any, client_state: Mapping[str, Any], *, exclude_frozen: 
 def _module_without_optimizer(engine: Any, exclude_frozen: bool) -> dict[str, Any] | None:
     """Whole weights on the first rank, in `validate`, `test` and `predict`."""
     if engine.zero_optimization_partition_weights():
-        gathered: dict[str, Any] | None = engine._consolidated_16bit_state_dict(exclude_frozen)
-        return gathered
+        return _gathered(engine, exclude_frozen)
     if engine.global_rank > 0:
         return None
     module: dict[str, Any] = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
     return module
+
+
+def _gathered(engine: Any, exclude_frozen: bool) -> dict[str, Any] | None:
+    """The same where parameters are cut: the device has one of them whole at a time, and the first rank's host all.
+
+    DeepSpeed's own way leaves out what modules store by `get_extra_state`.
+    """
+    module: dict[str, Any] = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+    whole: dict[int, Tensor] = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        if name not in module:
+            continue
+        if id(param) not in whole:
+            # One that is whole already stays so: the forward under way may need it.
+            is_cut = param.ds_status != ZeroParamStatus.AVAILABLE
+            with GatheredParameters([param], enabled=is_cut):
+                whole[id(param)] = param.detach().to("cpu", copy=True) if engine.global_rank == 0 else torch.empty(0)
+        module[name] = whole[id(param)]  # tied names have one tensor, by which they are known when it is read
+    return module if engine.global_rank == 0 else None
 
 
 def _version() -> str:

@@ -1,4 +1,7 @@
-"""Resuming: from our own checkpoint bit for bit, from one of other ranks settled, from plain DeepSpeed's with its moments."""
+"""Resuming: from our own checkpoint bit for bit, from one of other ranks settled, from plain DeepSpeed's with its moments.
+
+And weights alone: for evaluation, or to begin with those of a single file.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from lightning_zenflow.checkpoint import directory
 from lightning_zenflow.checkpoint.errors import CheckpointError
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
 from lightning_zenflow.checkpoint.settled import Source, fill, fill_settled
+from lightning_zenflow.checkpoint.whole_file import WholeWeights
 from lightning_zenflow.shard_state import ShardState
 from lightning_zenflow.zero import files
-from lightning_zenflow.zero.module import load_module
+from lightning_zenflow.zero.module import check_shape, load_module, load_parts
 from lightning_zenflow.zero.stored import StoresState
 
 
@@ -71,6 +75,52 @@ def evaluate(engine: Any, path: Path, *, strict: bool, weights_only: bool | None
     return stored.client_state
 
 
+def begin_with(engine: Any, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+    """Loads the weights of a checkpoint in a single file under ZeRO-3. Every rank must call it, and reads its own part.
+
+    Where there is an optimizer, its masters are the file's values as they are, not rounded to the model's dtype, its moments
+    begin at zero, and it goes on with the learning rates that the file has for as many groups.
+
+    Args:
+        engine: DeepSpeed's, before its first step.
+        checkpoint: Lightning's, with the whole `state_dict`.
+        strict: As for `resume`. If not, masters without a value in the file stay as they are.
+
+    Raises:
+        CheckpointError: It is of another model.
+    """
+    weights = WholeWeights.of(checkpoint["state_dict"], engine.module)
+    if not isinstance(engine.optimizer, StoresState):
+        load_parts(engine, weights, strict=strict)
+        return
+    zero: StoresState = engine.optimizer
+    for spec in zero.layout.params:
+        if spec.name in weights.names:
+            check_shape(spec.name, weights.shape_of(spec.name), tuple(spec.shape))
+    load_parts(engine, weights, strict=strict, without={spec.name for spec in zero.layout.params})
+    for state in checkpoint.get("optimizer_states") or ():
+        groups = state.get("param_groups", ())
+        if len(groups) == len(zero.optimizer.param_groups):
+            zero.load_groups(groups)
+    kept = {name: part for name, part in zero.own_masters() if name not in weights.names}
+    zero.load_masters(partial(fill, source=_Completed(weights, kept)))
+    zero.shard.load_masters(0)
+    zero.gather_weights()
+
+
+@dataclass(frozen=True)
+class _Completed:
+    """Weights of a file, and this rank's part of those that it lacks."""
+
+    weights: WholeWeights
+    kept: Mapping[str, Tensor]
+
+    def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor:
+        if name in self.weights.names:
+            return self.weights.read(name, kind, start, numel)
+        return self.kept[name] if kind == "fp32" else torch.zeros_like(self.kept[name])
+
+
 def _check_parameters(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
     expected = {spec.name: tuple(spec.shape) for spec in zero.layout.params}
     for name, shape in expected.items():
@@ -79,11 +129,7 @@ def _check_parameters(zero: StoresState, stored: StoredCheckpoint, path: Path) -
                 f"`ckpt_path` must hold every trained parameter of the module, got {str(path)!r} without `{name}`. Is it of"
                 " another model, or was the parameter frozen then?"
             )
-        if tuple(stored.shapes[name]) != shape:
-            raise CheckpointError(
-                f"`{name}` must have the shape of the checkpoint, {list(stored.shapes[name])}, got {list(shape)}. Build the"
-                " module with the arguments that it was saved with."
-            )
+        check_shape(name, tuple(stored.shapes[name]), shape)
     unknown = sorted(set(stored.shapes) - set(expected))
     if unknown:
         raise CheckpointError(

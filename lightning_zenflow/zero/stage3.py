@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
@@ -108,33 +109,48 @@ class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
 
     def _before_step(self) -> None:
         self._pre_step()
+        self._release_weights()
+
+    def _release_weights(self) -> None:
         # Gathered copies of weights go, so that the next forward gathers what is current then.
         self._partition_all_parameters()
+        if self.offload_param:
+            get_accelerator().synchronize()  # copies of weights that the host is about to overwrite
 
     def _exchange(self, outcome: Outcome) -> None:
         self._gather_persistent()
 
     def gather_weights(self) -> None:
-        self._partition_all_parameters()
+        self._release_weights()
         self._gather_persistent()
 
     def _gather_persistent(self) -> None:
         """Small parameters stay gathered between steps."""
+        # The copies that a machine's ranks keep are of older weights. First, else they would be gathered once more.
+        self.invalidate_secondary_tensor()
         if self.persistent_parameters:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
-        self.invalidate_secondary_tensor()
 
     def own_weights(self) -> Iterator[tuple[Segment, Tensor]]:
         for segment in self._segments.values():
-            yield segment, self._params[segment.param].ds_tensor.detach().view(-1)[: segment.numel].cpu()
+            param = self._params[segment.param]
+            # A small one is gathered, and a callback may have changed that copy.
+            if param.ds_status == ZeroParamStatus.AVAILABLE:
+                flat = param.detach().reshape(-1)[segment.param_start :]
+            else:
+                flat = param.ds_tensor.detach().view(-1)
+            yield segment, flat[: segment.numel].cpu()
 
     def module_state(self, engine: Any, *, exclude_frozen: bool) -> dict[str, Any] | None:
-        """On every rank, with placeholders for parameters: their masters are in the optimizer's files."""
-        self._partition_all_parameters()
-        try:
-            module: dict[str, Any] = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
-        finally:
-            self._gather_persistent()
+        """On every rank, with placeholders for parameters: their masters are in the optimizer's files.
+
+        DeepSpeed cuts all parameters for it and gathers the small ones again, which a forward or backward under way would
+        not survive. This leaves them as they are, and needs no other rank.
+        """
+        module: dict[str, Any] = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
+            if name in module:
+                module[name] = torch.empty(0, dtype=param.dtype)
         return module
 
 

@@ -170,6 +170,11 @@ class StoresState:
         """Refuses: `ZenFlowStrategy.load_checkpoint` restores, by parameter name and from any layout."""
         raise NotImplementedError("ZenFlow restores through `trainer.fit(ckpt_path=...)`.")
 
+    def own_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of this rank's part of each master, by name; the worker must be idle."""
+        for segment in self._tables[self._rank].segments:
+            yield segment.spec.name, self.shard.host.arena.master[segment.start : segment.stop].clone()
+
     def load_masters(self, fill: Callable[[HostState, ShardTable], None]) -> None:
         """Has this rank's masters and moments filled; the worker must be idle."""
         self.shard.host.reset()

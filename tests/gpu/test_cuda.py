@@ -20,6 +20,10 @@ CASES: list[dict[str, Any]] = [
     {"warm_up": 3, "accumulate": 2, "clip_norm": 0.05},
     {"stage": 1, "accumulate": 2, "topk_ratio": 0.1},
     {"nan_step": 4, "update_interval": 2},
+    {"stage": 3},
+    {"stage": 3, "accumulate": 2, "clip_norm": 0.05},
+    {"stage": 3, "offload_params": True, "changes": ((3, 2, 7), (6, 8, 2), (7, 1, 2))},
+    {"stage": 3, "offload_params": True, "settle_before_step": 7, "nan_step": 4},
 ]
 
 

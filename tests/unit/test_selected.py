@@ -89,3 +89,21 @@ def test_device_memory_is_fourteen_bytes_a_selected_element() -> None:
     state.fetch(host(shard.numel), COLUMNS)
     tensors = (state.weight, state.exp_avg, state.exp_avg_sq, state.wire)
     assert sum(tensor.nbytes for tensor in tensors) == 14 * state.layout.numel
+
+
+def test_weights_on_another_device_are_written_there_and_nowhere_else() -> None:
+    """Parameter offload: the device's state is read back first. `cpu:0` is not `cpu`, but one memory."""
+    shard = table(0)
+    elsewhere, here = (SelectedState(shard, torch.bfloat16, CPU, torch.device(name)) for name in ("cpu:0", "cpu"))
+    there = host(shard.numel)
+    written = []
+    for state in (elsewhere, here):
+        state.fetch(there, COLUMNS)
+        assert (state._weights_layout is state.layout) == (state is here)
+        weights = torch.zeros(shard.numel, dtype=torch.bfloat16)
+        state.write_masters(lambda piece, weights=weights: weights[piece.start : piece.stop])  # type: ignore[misc]
+        written.append(weights)
+    positions = selected_elements(shard)
+    expected = torch.zeros(shard.numel, dtype=torch.bfloat16)
+    expected[positions] = there.master[positions].bfloat16()
+    assert torch.equal(written[0], expected) and torch.equal(written[1], expected)
