@@ -29,6 +29,7 @@ SHM_BYTES = 64 * 2**20
 """What containers give to /dev/shm unless told otherwise."""
 
 OPEN_FILES = 1024
+BLOCKS = 4
 NODES = Path("/sys/devices/system/node")
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -137,12 +138,33 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Check:
 def locked_memory() -> Check:
     """`ulimit -l`, which page-locking on CUDA may run into."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
-    if soft == resource.RLIM_INFINITY or accelerator().device_name() == "cpu":
-        return Check(
-            "Locked memory", "ok", found if soft == resource.RLIM_INFINITY else f"{found}, enough without CUDA"
-        )
-    return Check("Locked memory", "warn", found, "If training warns that it could not page-lock: ulimit -l unlimited.")
+    if soft == resource.RLIM_INFINITY:
+        return Check("Locked memory", "ok", "unlimited")
+    if accelerator().device_name() == "cpu":
+        return Check("Locked memory", "ok", f"{size(soft)}, enough without CUDA")
+    locked, with_weights = _locked_bytes_per_param()
+    numbers = {
+        "locked_limit_bytes": float(soft),
+        "params_whose_exchange_fits": soft / locked,
+        "params_whose_exchange_and_weights_fit": soft / with_weights,
+    }
+    found = (
+        f"{size(soft)}; {_millions(soft / locked)} million parameters' gradients and blocks, or with parameters offloaded under"
+        f" ZeRO-3 {_millions(soft / with_weights)} million and their weights"
+    )
+    remedy = "If training cannot page-lock: ulimit -l unlimited. Without it offloaded parameters may not start."
+    return Check("Locked memory", "warn", found, remedy, numbers)
+
+
+def _locked_bytes_per_param() -> tuple[float, float]:
+    """What is page-locked for each parameter of a shard in 16 bit: what is exchanged, and that and its offloaded weight."""
+    numel = 10**9
+    exchanged = ArenaLayout(numel, torch.bfloat16, BLOCKS).exchange_nbytes / numel
+    return exchanged, exchanged + torch.bfloat16.itemsize
+
+
+def _millions(params: float) -> str:
+    return f"{params / 1e6:.3g}"
 
 
 def open_files() -> Check:
@@ -158,12 +180,21 @@ def host_memory() -> Check:
     """The tightest limit on host memory, and how many parameters fit under it."""
     tightest = min(host_limits(), key=lambda limit: limit.nbytes, default=None)
     if tightest is None:
-        return Check("Host memory", "warn", "not known: no /proc/meminfo", "Count 21 bytes per parameter yourself.")
+        remedy = "Count 21 bytes per parameter yourself, 23 with parameters offloaded under ZeRO-3."
+        return Check("Host memory", "warn", "not known: no /proc/meminfo", remedy)
     numel = 10**9
-    per_param = ArenaLayout(numel, torch.bfloat16, 4).nbytes / numel
+    per_param = ArenaLayout(numel, torch.bfloat16, BLOCKS).nbytes / numel
+    with_weights = per_param + torch.bfloat16.itemsize
     params = tightest.nbytes / per_param
-    numbers = {"host_free_bytes": float(tightest.nbytes), "params_that_fit": params}
-    found = f"{size(tightest.nbytes)} free ({tightest.source}): {params / 1e9:.2g} billion parameters at {per_param:.0f} bytes"
+    numbers = {
+        "host_free_bytes": float(tightest.nbytes),
+        "params_that_fit": params,
+        "offloaded_params_that_fit": tightest.nbytes / with_weights,
+    }
+    found = (
+        f"{size(tightest.nbytes)} free ({tightest.source}): {params / 1e9:.2g} billion parameters at {per_param:.0f} bytes,"
+        f" {tightest.nbytes / with_weights / 1e9:.2g} billion at {with_weights:.0f} if offloaded under ZeRO-3"
+    )
     if params < 1e6:
         return Check("Host memory", "fail", found, f"{tightest.remedy}.", numbers)
     return Check("Host memory", "ok", found, numbers=numbers)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
-from lightning_zenflow.costs import Work
+from lightning_zenflow.work import Work
 
 from .console import Parser, quiet_deepspeed, write
 from .estimate_config import FAMILIES
@@ -59,6 +59,8 @@ def _parser() -> Parser:
     add("model", type=str, help=model)
     add("--model-args", type=dict[str, Any], default={}, help="Arguments of the class, as JSON")
     add("--devices", type=PositiveInt, default=1, help="Devices, each with a rank of its own")
+    add("--stage", type=Literal[2, 3], default=2, help="ZeRO stage: 3 cuts the weights over the devices as well")
+    add("--offload-parameters", action="store_true", help="With --stage 3: weights lie in host memory between two uses")
     tokens = "Tokens per device and optimizer step, over all its micro-batches"
     add("--batch-tokens", type=PositiveInt, default=4096, help=tokens)
     add("--accumulate-grad-batches", type=PositiveInt, default=1, help="Micro-batches of an optimizer step")
@@ -86,6 +88,11 @@ def _check_ranges(options: Namespace) -> None:
             f"`--accumulate-grad-batches` must be at most `--batch-tokens` {options.batch_tokens}, got"
             f" {reprlib.repr(options.accumulate_grad_batches)}. Give the tokens of all micro-batches together."
         )
+    if options.offload_parameters and options.stage != 3:
+        raise ValueError(
+            f"`--offload-parameters` must be left out with `--stage` {options.stage}, which keeps all weights on every device."
+            " Give --stage 3."
+        )
     for name in RATES:
         rate = options[name]
         if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
@@ -112,6 +119,9 @@ def _estimate(options: Namespace) -> Estimate:
         micro_batches=options.accumulate_grad_batches,
         checkpointing=options.checkpointing,
         largest_numel=size.largest_numel,
+        columns=size.columns,
+        stage=options.stage,
+        offload_parameters=options.offload_parameters,
     )
     given = Given(options.device_flops, options.link_bandwidth, options.host_bandwidth)
     if options.preset == "here":

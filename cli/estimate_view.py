@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from lightning_zenflow.costs import TUNER
+from lightning_zenflow.recommended import TUNER
+from lightning_zenflow.work import Work
 
 from .console import console, facts, seconds, size, table
 from .estimation import Estimate, Method
@@ -58,9 +59,13 @@ def _heading(found: Estimate) -> list[tuple[str, str]]:
     counted = f"{work.numel:,} trainable parameters{vectors}"
     return [
         ("Model", counted if found.size.title.endswith("parameters") else f"{found.size.title}: {counted}"),
-        ("Step", f"{work.tokens:,} tokens per device{batches}, {found.precision}, {devices}"),
+        ("Step", f"{work.tokens:,} tokens per device{batches}, {found.precision}, {devices}, {_stage(work)}"),
         ("Machine", f"{machine.title}: {speeds}"),
     ]
+
+
+def _stage(work: Work) -> str:
+    return f"ZeRO-{work.stage}" + (", parameters in host memory" if work.offload_parameters else "")
 
 
 def _table(found: Estimate) -> Any:
@@ -71,6 +76,11 @@ def _table(found: Estimate) -> Any:
 
     def add_secs(name: str, attribute: str) -> None:
         add(name, lambda method: _or_dash(getattr(method.step, attribute)))
+
+    def add_bytes(name: str, attribute: str) -> None:
+        add(
+            name, lambda method: size(getattr(method.traffic, attribute)) if getattr(method.traffic, attribute) else "-"
+        )
 
     add("Device memory", lambda method: size(method.device.total_bytes))
     add("Host memory per rank", lambda method: size(method.host_bytes) if method.host_bytes else "-")
@@ -87,6 +97,11 @@ def _table(found: Estimate) -> Any:
     add_secs("Host busy", "host_secs")
     add_secs("Link busy", "link_busy_secs")
     add("Limited by", lambda method: method.step.limit)
+    rows.add_row()
+    add_bytes("To the host, a step", "to_host_bytes")
+    add_bytes("To the device, a step", "to_device_bytes")
+    if found.work.ranks > 1:
+        add_bytes("From other devices, a step", "from_ranks_bytes")
     return rows
 
 
@@ -104,6 +119,8 @@ def _advice(found: Estimate) -> list[str]:
         f" {found.select_stall_secs / step.step_secs:.1%} of the time)"
     )
     said = [f"Intervals: update_interval {found.update_interval}, {selects}."]
+    if found.select_bytes:
+        said.append(f"To select, a device receives {size(found.select_bytes)} of scores from the others.")
     if found.update_interval > FRESH_INTERVAL_STEPS:
         said.append(
             f"Updates come up to {found.update_interval} steps late: above {FRESH_INTERVAL_STEPS}, high learning rates lose"
@@ -116,7 +133,8 @@ def _advice(found: Estimate) -> list[str]:
             " for the host, more devices to share its work, or more tokens per step help."
         )
     if plain.fits:
-        said.append("It fits without offload: plain data parallelism is then exact, and simpler.")
+        simpler = "plain data parallelism" if found.work.stage == 2 else "DeepSpeed's ZeRO-3 alone"
+        said.append(f"It fits without offload: {simpler} is then exact, and simpler.")
     elif not zenflow.fits:
         said.append(f"ZenFlow does not fit either: {_what_lacks(found, zenflow)}.")
     else:
@@ -124,12 +142,16 @@ def _advice(found: Estimate) -> list[str]:
             f"ZenFlow is {offload.step.step_secs / step.step_secs:.1f} times as fast as ZeRO-Offload; a step takes"
             f" {step.step_secs / step.compute_secs:.2f} times as long as its forward and backward."
         )
+    if found.fits_under_zero_2:
+        said.append("It fits under ZeRO-2 as well, which gathers no weights: compare --stage 2.")
     return said
 
 
 def _what_lacks(found: Estimate, method: Method) -> str:
     machine, ranks = found.machine, found.work.ranks
     if not machine.shares_memory and method.device.total_bytes > machine.device_bytes:
-        return f"a device has {size(machine.device_bytes)} to give; lower topk_ratio, or use more devices"
+        other = {2: ", or --stage 3", 3: ", or --offload-parameters"}[found.work.stage]
+        other = "" if found.work.offload_parameters else other
+        return f"a device has {size(machine.device_bytes)} to give; lower topk_ratio, or use more devices{other}"
     free = machine.host_bytes if machine.host_bytes is not None else machine.device_bytes
     return f"the host has {size(free)} for {ranks} rank{'s' if ranks > 1 else ''}; use a machine with more memory"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lightning_zenflow import costs, footprint
-from lightning_zenflow.costs import Step, Work
+from lightning_zenflow import costs, footprint, recommended, traffic
+from lightning_zenflow.costs import Step
 from lightning_zenflow.footprint import Footprint
 from lightning_zenflow.offload.layout import ArenaLayout
+from lightning_zenflow.traffic import Traffic
+from lightning_zenflow.work import Work
 
 from .machine import DTYPES, Machine
 from .sizes import Size
@@ -20,6 +22,7 @@ class Method:
     Attributes:
         name: For people.
         step: Where the time goes, in seconds.
+        traffic: What is moved in a step.
         device: Device memory, without activations.
         host_bytes: Host memory of a rank.
         fits: Whether that is there.
@@ -27,6 +30,7 @@ class Method:
 
     name: str
     step: Step
+    traffic: Traffic
     device: Footprint
     host_bytes: int
     fits: bool
@@ -45,6 +49,8 @@ class Estimate:
         update_interval: As recommended or given, in steps.
         select_interval: As recommended, in steps; `None` if there is nothing to choose: none or all are selected.
         barrier_secs: One re-selection.
+        select_bytes: What a rank receives from the others to choose; 0 if the columns are not known.
+        fits_under_zero_2: Whether ZenFlow under ZeRO-3 was asked for although it fits under ZeRO-2.
         zenflow: This package, between two re-selections.
         zero_offload: DeepSpeed's ZeRO-Offload.
         on_device: AdamW with all state on the device.
@@ -58,6 +64,8 @@ class Estimate:
     update_interval: int
     select_interval: int | None
     barrier_secs: float
+    select_bytes: int
+    fits_under_zero_2: bool
     zenflow: Method
     zero_offload: Method
     on_device: Method
@@ -87,11 +95,15 @@ def estimate(
         update_interval: In steps; `None` for the smallest the host keeps up with.
     """
     rates, selects = machine.rates, 0 < topk_ratio < 1
-    interval = update_interval or costs.smallest_update_interval(work, rates)
+    interval = update_interval or recommended.smallest_update_interval(work, rates)
     arena = ArenaLayout(work.shard_numel, DTYPES[precision], interval)
+    plain = replace(work, offload_parameters=False)
+    under_2 = replace(plain, stage=2)
+    fits_under_2 = _fits(machine, work.ranks, footprint.zenflow_device(under_2, rates).total_bytes, arena.nbytes)
 
-    def method(name: str, step: Step, device: Footprint, host_bytes: int) -> Method:
-        return Method(name, step, device, host_bytes, _fits(machine, work.ranks, device.total_bytes, host_bytes))
+    def method(name: str, step: Step, moved: Traffic, device: Footprint, host_bytes: int) -> Method:
+        fits = _fits(machine, work.ranks, device.total_bytes, host_bytes)
+        return Method(name, step, moved, device, host_bytes, fits)
 
     return Estimate(
         size=size,
@@ -100,18 +112,27 @@ def estimate(
         topk_ratio=topk_ratio,
         machine=machine,
         update_interval=interval,
-        select_interval=costs.smallest_select_interval(work, rates, interval) if selects else None,
-        barrier_secs=costs.barrier_secs(work, rates, interval),
+        select_interval=recommended.smallest_select_interval(work, rates, interval) if selects else None,
+        barrier_secs=recommended.barrier_secs(work, rates, interval),
+        select_bytes=traffic.select_bytes(work) if selects else 0,
+        fits_under_zero_2=work.stage == 3 and fits_under_2,
         zenflow=method(
-            "ZenFlow", costs.zenflow(work, rates, interval), footprint.zenflow_device(work, rates), arena.nbytes
+            "ZenFlow",
+            costs.zenflow(work, rates, interval),
+            traffic.zenflow(work, interval),
+            footprint.zenflow_device(work, rates),
+            arena.nbytes + footprint.host_weights_bytes(work),
         ),
         zero_offload=method(
             "ZeRO-Offload",
             costs.zero_offload(work, rates),
+            traffic.zero_offload(work),
             footprint.offload_device(work, rates),
             footprint.offload_host_bytes(work),
         ),
-        on_device=method("no offload", costs.on_device(work, rates), footprint.on_device(work), 0),
+        on_device=method(
+            "no offload", costs.on_device(plain, rates), traffic.on_device(plain), footprint.on_device(plain), 0
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -45,6 +46,11 @@ class Size:
     vector_numel: int = 0
     largest_numel: int = 0
     shapes: tuple[Shape, ...] = ()
+
+    @property
+    def columns(self) -> int:
+        """Columns of all matrices; 0 if not known."""
+        return sum(math.prod(shape[1:]) for shape in self.shapes)
 
     @classmethod
     def of(cls, title: str, shapes: Iterable[Shape]) -> Size:
@@ -147,9 +153,16 @@ def _built(module: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
         warnings.simplefilter("ignore")  # it is built to be counted, and not used
         try:
             with torch.device("meta"):
-                return module(**arguments)
+                return _made(module, arguments)
         except Exception:  # anything, from whatever the class does with its tensors
-            return module(**arguments)
+            return _made(module, arguments)
+
+
+def _made(module: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+    made = module(**arguments)
+    if isinstance(made, LightningModule):
+        made.configure_model()  # where large models make their layers
+    return made
 
 
 def from_config(path: Path) -> Size:

@@ -51,7 +51,10 @@ class ZenFlowCLI(LightningCLI):
         super().add_default_arguments_to_parser(parser)
         # Typed as the class itself: the fields of a union such as Optional[ZenFlowConfig] are not in --help.
         parser.add_argument(
-            "--zenflow", type=ZenFlowConfig, default=ZenFlowConfig(), help="Settings of --trainer.strategy zenflow"
+            "--zenflow",
+            type=ZenFlowConfig,
+            default=ZenFlowConfig(),
+            help="Settings of --trainer.strategy zenflow, whatever its stage",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

@@ -4,6 +4,8 @@ Nothing is downloaded, and a CPU is enough. Either of these takes about a minute
 
     python examples/quickstart.py
     lightning-zenflow fit --config examples/configs/quickstart.yaml
+
+With `--trainer.strategy zenflow_stage_3` behind the second one, the weights are cut over the devices as well.
 """
 
 from __future__ import annotations
@@ -25,19 +27,49 @@ ASCII = 128
 
 
 class CharGPT(LightningModule):
-    """A decoder-only transformer that predicts the next character."""
+    """A decoder-only transformer that predicts the next character.
+
+    Args:
+        width: Of the hidden states.
+        layers: Number of blocks.
+        heads: Of attention.
+        context: Characters that a prediction can see.
+        lr: Highest learning rate.
+        warm_up: Steps until it is reached.
+        late: Makes the layers in `configure_model`, as models should that are too large for one device: ZeRO-3 then cuts each
+            one over the devices as soon as it is made.
+    """
 
     def __init__(
-        self, width: int = 128, layers: int = 3, heads: int = 4, context: int = 64, lr: float = 2e-3, warm_up: int = 40
+        self,
+        width: int = 128,
+        layers: int = 3,
+        heads: int = 4,
+        context: int = 64,
+        lr: float = 2e-3,
+        warm_up: int = 40,
+        late: bool = False,
     ) -> None:
         super().__init__()
+        self.sizes = width, layers, heads, context
         self.lr, self.warm_up = lr, warm_up
+        if not late:
+            self.configure_model()
+
+    def configure_model(self) -> None:
+        if hasattr(self, "head"):  # Lightning calls it before each fit, validate, test and predict
+            return
+        width, layers, heads, context = self.sizes
         self.characters = nn.Embedding(ASCII, width)
         self.positions = nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        # One by one: nn.TransformerEncoder would copy its first layer, of which ZeRO-3 has left nothing to copy.
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
         )
-        self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, ASCII)
         # Not a parameter: every position sees itself and what came before.
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context), persistent=False)
@@ -45,7 +77,9 @@ class CharGPT(LightningModule):
     def forward(self, text: Tensor) -> Tensor:
         places = torch.arange(text.shape[1], device=text.device)
         hidden = self.characters(text) + self.positions(places)
-        return self.head(self.layers(hidden, mask=self.mask, is_causal=True))
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=self.mask, is_causal=True)
+        return self.head(self.norm(hidden))
 
     def loss(self, windows: Tensor) -> Tensor:
         scores = self(windows[:, :-1])

@@ -1,11 +1,16 @@
 """Offloaded training on two cores: one plays the accelerator, the other the host.
 
     python examples/two_core.py                      # all modes, three repeats, ratios
+    python examples/two_core.py --stage 3            # the same under ZeRO-3
     python examples/two_core.py --mode zenflow       # one mode in this process
 
-Modes: `compute` (forward and backward alone, the limit), `zero_offload` (DeepSpeed ZeRO-2 with its CPU Adam, needs a
-compiler), `ds_zenflow` (DeepSpeed's own ZenFlow, overlapped; speed only), `zenflow` (this package). A 67 M-parameter MLP,
-32 tokens a step, bf16, update interval 4. Run it on an idle machine and compare ratios of one run only.
+Modes: `compute` (forward and backward alone, the limit), `zero` (DeepSpeed's ZeRO without offload, torch's AdamW),
+`zero_offload` (the same with DeepSpeed's CPU Adam, needs a compiler), `ds_zenflow` (DeepSpeed's own ZenFlow, overlapped;
+speed only), `zenflow` (this package). A 67 M-parameter MLP, 32 tokens a step, bf16, update interval 4. Run it on an idle
+machine and compare ratios of one run only.
+
+Under ZeRO-3 `zenflow` and `zero` are also run under ZeRO-2 (`zenflow_2`, `zero_2`). What DeepSpeed's ZeRO-3 itself adds to
+forward and backward is taken from `zero`, and ZenFlow must add no more to that than it adds under ZeRO-2.
 """
 
 from __future__ import annotations
@@ -23,7 +28,13 @@ from typing import Any
 
 import torch
 
-MODES = ("compute", "zero_offload", "ds_zenflow", "zenflow")
+MODES = ("compute", "zero_2", "zero", "zero_offload", "ds_zenflow", "zenflow_2", "zenflow")
+USUAL_MODES = {
+    2: ("compute", "zero_offload", "ds_zenflow", "zenflow"),
+    3: ("compute", "zero_2", "zero", "zero_offload", "zenflow_2", "zenflow"),
+}
+"""What is compared if nothing else is asked for, by stage. DeepSpeed's own ZenFlow asks for CUDA under ZeRO-3."""
+
 WARM_UP_STEPS = 8
 
 
@@ -34,7 +45,7 @@ def build_model(width: int = 1024, depth: int = 8) -> torch.nn.Sequential:
     return torch.nn.Sequential(*[layer for block in blocks for layer in block])
 
 
-def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float) -> Any:
+def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float, stage: int) -> Any:
     import deepspeed
 
     from lightning_zenflow.zero.install import without_compiling
@@ -49,13 +60,12 @@ def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float) -> Any:
     with without_compiling():
         deepspeed.init_distributed("gloo", verbose=False)
     zero: dict[str, Any] = {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "stage": 2 if mode.endswith("_2") else stage,
         "reduce_bucket_size": 20_000_000,
         "allgather_bucket_size": 20_000_000,
     }
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
-    if mode == "zenflow":
+    if mode.startswith("zenflow"):
         from lightning_zenflow import ZenFlowConfig, ds_config
         from lightning_zenflow.optimizer import ZenFlowAdamW
         from lightning_zenflow.zero.install import installed
@@ -68,7 +78,9 @@ def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float) -> Any:
         optimizer = ZenFlowAdamW(model.parameters(), lr=1e-5)
         with installed(RunSettings(settings, 1000, worker_cores=[1])):
             return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": mode in ("zero", "zero_2")}}
+    if mode not in ("zero", "zero_2"):
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     if mode == "ds_zenflow":
         zero["zenflow"] = {
             "topk_ratio": topk_ratio,
@@ -81,18 +93,21 @@ def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def measure(mode: str, tokens: int, steps: int, topk_ratio: float) -> dict[str, float]:
-    """Step times of one mode, in milliseconds, without the first eight steps."""
+def measure(mode: str, tokens: int, steps: int, topk_ratio: float, stage: int = 2) -> dict[str, float]:
+    """Step times of one mode, in milliseconds, without the first eight steps.
+
+    `passes` is the mean of forward and backward alone.
+    """
     torch.set_num_threads(1)
-    if mode == "zenflow":
+    if mode.startswith("zenflow"):
         os.sched_setaffinity(
             0, {0}
         )  # core 0 plays the accelerator, core 1 the host, as DeepSpeed's ZenFlow does itself
     torch.manual_seed(0)
     model = build_model()
-    engine: Any = model.bfloat16() if mode == "compute" else build_engine(mode, model, topk_ratio)
+    engine: Any = model.bfloat16() if mode == "compute" else build_engine(mode, model, topk_ratio, stage)
     x = torch.randn(tokens, 1024).bfloat16()
-    times, stalls = [], []
+    times, passes, stalls = [], [], []
     for _ in range(steps):
         start = time.perf_counter()
         loss = engine(x).float().pow(2).mean()
@@ -101,18 +116,26 @@ def measure(mode: str, tokens: int, steps: int, topk_ratio: float) -> dict[str, 
             loss.backward()
         else:
             engine.backward(loss)
+        passes.append(1e3 * (time.perf_counter() - start))
+        if mode != "compute":
             engine.step()
         times.append(1e3 * (time.perf_counter() - start))
-        if mode == "zenflow":
+        if mode.startswith("zenflow"):
             stalls.append(1e3 * engine.optimizer.shard.stats.update_stall_secs)
     if mode == "ds_zenflow":
         engine.optimizer.process.kill()
-    if mode == "zenflow":
+    if mode.startswith("zenflow"):
         engine.destroy()
     counted = times[WARM_UP_STEPS:]
     median = statistics.median(counted)
     stall = statistics.fmean(stalls[WARM_UP_STEPS:]) if stalls else 0.0
-    return {"mean": statistics.fmean(counted), "median": median, "max_to_median": max(counted) / median, "stall": stall}
+    return {
+        "mean": statistics.fmean(counted),
+        "median": median,
+        "max_to_median": max(counted) / median,
+        "stall": stall,
+        "passes": statistics.fmean(passes[WARM_UP_STEPS:]),
+    }
 
 
 def compare(modes: list[str], repeats: int, arguments: list[str]) -> dict[str, dict[str, float]]:
@@ -133,10 +156,26 @@ def compare(modes: list[str], repeats: int, arguments: list[str]) -> dict[str, d
     }
 
 
+def overhead_of_stage_3(table: dict[str, dict[str, float]]) -> str | None:
+    """Whether ZenFlow adds no more to ZeRO-3 than to ZeRO-2, in words; `None` without the modes that tell."""
+    if not {"compute", "zero_2", "zero", "zenflow_2", "zenflow"} <= table.keys():
+        return None
+    compute = table["compute"]["mean"]
+    ours, under_2 = table["zenflow"]["mean"] - compute, table["zenflow_2"]["mean"] - compute
+    own = table["zero"]["passes"] - compute
+    verdict = "no more than" if ours <= under_2 + own else "MORE THAN"
+    return (
+        f"Beyond compute, a step of ZenFlow takes {ours:.0f} ms under ZeRO-3: {verdict} the {under_2 + own:.0f} ms of its"
+        f" {under_2:.0f} ms under ZeRO-2 and the {own:.0f} ms that DeepSpeed's ZeRO-3 adds to forward and backward (of which"
+        f" {table['zero']['passes'] - table['zero_2']['passes']:.0f} ms more than its ZeRO-2)."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=MODES, help="measure one mode in this process")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to compare")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="modes to compare")
+    parser.add_argument("--stage", type=int, choices=USUAL_MODES, default=2, help="ZeRO stage")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=24)
@@ -144,11 +183,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()
     if args.mode:
-        result = measure(args.mode, args.tokens, args.steps, args.topk_ratio)
+        result = measure(args.mode, args.tokens, args.steps, args.topk_ratio, args.stage)
         print(json.dumps(result) if args.json else result, flush=True)
         return
     passed_on = ["--tokens", str(args.tokens), "--steps", str(args.steps), "--topk-ratio", str(args.topk_ratio)]
-    table = compare(args.modes, args.repeats, passed_on)
+    passed_on += ["--stage", str(args.stage)]
+    table = compare(args.modes or list(USUAL_MODES[args.stage]), args.repeats, passed_on)
     ours = table.get("zenflow", {}).get("mean")
     print(f"{'mode':14}{'mean ms':>9}{'median ms':>11}{'max/median':>12}{'stall ms':>10}{'to zenflow':>12}")
     for mode, row in table.items():
@@ -156,6 +196,9 @@ def main() -> None:
         print(
             f"{mode:14}{row['mean']:9.0f}{row['median']:11.0f}{row['max_to_median']:12.2f}{row['stall']:10.1f}{ratio:>12}"
         )
+    overhead = overhead_of_stage_3(table) if args.stage == 3 else None
+    if overhead:
+        print(overhead)
 
 
 if __name__ == "__main__":

@@ -55,11 +55,14 @@ def refuse_without_stage_3(kwargs: Mapping[str, Any], config: Mapping[str, Any])
     Raises:
         ValueError: The message names the argument.
     """
-    zero = config["zero_optimization"]
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return  # refused with the rest of the config
+    stage = zero.get("stage", 2)
     for name in ("offload_parameters", "remote_device", "load_full_weights"):
-        if kwargs.get(name) and zero["stage"] != 3:
+        if kwargs.get(name) and stage != 3:
             raise ValueError(
-                f"`{name}` must be left out with ZeRO stage {zero['stage']}, got {kwargs[name]!r}: it belongs to ZeRO-3. Set"
+                f"`{name}` must be left out with ZeRO stage {stage}, got {kwargs[name]!r}: it belongs to ZeRO-3. Set"
                 " `stage` to 3, or leave it out."
             )
     device = (zero.get("offload_param") or {}).get("device")

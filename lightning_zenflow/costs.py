@@ -1,71 +1,18 @@
 """What a step will cost in seconds, from a model's size and a machine's rates.
 
 Symbols: `N` trainable parameters, `R` ranks, `n = N / R` elements of a rank's shard, `s` of them selected, `T` tokens per
-rank and step, `A` micro-batches, `w` bytes of a weight, `U` the update interval. All of it under ZeRO-2, which gives
-each rank the host work and the traffic of its own shard. Pure arithmetic, without torch; checked against measured runs by
-`tests/integration/test_estimate_against_runs.py`.
+rank and step, `A` micro-batches, `w` bytes of a weight, `U` the update interval. All of it under ZeRO-2 or ZeRO-3, which
+give each rank the host work and the traffic of its own shard; what ZeRO-3 adds is in `traffic`. Pure arithmetic, without
+torch; checked against measured runs by `tests/integration/test_estimate_against_runs.py`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from lightning_zenflow.rates import Rates
-from lightning_zenflow.tuner.options import TunerOptions
-from lightning_zenflow.tuner.update_rule import BEST_TOLERANCE_RATIO
-
-TUNER = TunerOptions()
-"""What the auto-tuner keeps to, so that an estimate recommends the intervals that it would settle on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """One optimizer step of a model.
-
-    Attributes:
-        numel: Trainable parameters of the model, `N`.
-        selected_numel: Those that live on the device, over all ranks: selected columns and all vectors.
-        tokens: Tokens per device and optimizer step, over all micro-batches, `T`.
-        ranks: Devices, `R`.
-        wire_bytes: Bytes of a weight or gradient element, `w`: 2, or 4 in fp32.
-        micro_batches: Accumulated micro-batches of a step, `A`.
-        checkpointing: Whether backward computes the forward pass again.
-        largest_numel: Elements of the largest parameter.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
-
-    numel: int
-    selected_numel: int
-    tokens: int
-    ranks: int = 1
-    wire_bytes: int = 2
-    micro_batches: int = 1
-    checkpointing: bool = False
-    largest_numel: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("numel", "tokens", "ranks", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}. Count again.")
-        if not 0 <= self.selected_numel <= self.numel:
-            raise ValueError(
-                f"`selected_numel` must be from 0 to `numel` {self.numel}, got {self.selected_numel}. Count again."
-            )
-        if self.wire_bytes not in (2, 4):
-            raise ValueError(f"`wire_bytes` must be 2 or 4, got {self.wire_bytes}. Use bf16, fp16 or fp32.")
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of one rank's shard, `n`."""
-        return -(-self.numel // self.ranks)
-
-    @property
-    def selected_shard_numel(self) -> int:
-        """Selected elements of one rank's shard, `s`."""
-        return -(-self.selected_numel // self.ranks)
+from lightning_zenflow import traffic
+from lightning_zenflow.rates import CACHE_LINE_BYTES, Rates, accumulate_bytes
+from lightning_zenflow.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +21,7 @@ class Step:
 
     Attributes:
         compute_secs: Forward and backward.
-        link_secs: Copies between host and device that nothing hides.
+        link_secs: Copies between host and device, and into weights in host memory, that nothing hides.
         optimizer_secs: Optimizer on the device.
         exchange_secs: Communication between devices that nothing hides.
         stall_secs: The device waits for the host.
@@ -135,17 +82,53 @@ def backward_secs(work: Work, rates: Rates) -> float:
     return ratio * compute_secs(work, rates) / work.micro_batches
 
 
-def _between_devices_secs(work: Work, rates: Rates, numel: float) -> float:
-    """A collective over `numel` elements in which each device receives all but its own part."""
-    return work.wire_bytes * numel * (work.ranks - 1) / work.ranks / rates.interconnect_bandwidth
+def between_devices_secs(work: Work, rates: Rates, numel: float) -> float:
+    """A collective over `numel` elements."""
+    return work.wire_bytes * traffic.received(work, numel) / rates.interconnect_bandwidth
+
+
+def _fetched_secs(work: Work, rates: Rates, numel: float) -> float:
+    """The way of a rank's part of `numel` weights from host memory; where the CPU computes they are there already."""
+    is_far = work.offload_parameters and rates.link_overlaps
+    return numel / work.ranks * rates.up_secs if is_far else 0.0
 
 
 def _not_hidden_secs(work: Work, rates: Rates, down_secs: float) -> tuple[float, float]:
-    """What of the gradients' way to the host, and of their reduction, takes longer than the backward pass beside it."""
-    hidden = backward_secs(work, rates)
-    reduce_secs = max(0.0, _between_devices_secs(work, rates, work.numel) - hidden) * work.micro_batches
-    link_secs = max(0.0, down_secs - hidden) if rates.link_overlaps else down_secs
-    return link_secs, max(0.0, reduce_secs - link_secs)  # the two run beside each other
+    """What takes longer than the passes beside it: on the link, and between devices.
+
+    Beside forward weights are fetched and gathered for it; beside backward as well, while gradients are reduced and, in the
+    last micro-batch, on their way to the host.
+    """
+    backward = backward_secs(work, rates)
+    forward = compute_secs(work, rates) / work.micro_batches - backward
+    first, again = traffic.gathered_numel(work)
+    up_first, up_again = (_fetched_secs(work, rates, numel) for numel in (first, again))
+    between_first = between_devices_secs(work, rates, first)
+    between_again = between_devices_secs(work, rates, again + work.numel)
+
+    link_secs = work.micro_batches * max(0.0, up_first - forward)
+    link_secs += (work.micro_batches - 1) * max(0.0, up_again - backward)
+    link_secs += max(0.0, down_secs - backward, up_again - backward) if rates.link_overlaps else down_secs
+    between_secs = work.micro_batches * (max(0.0, between_first - forward) + max(0.0, between_again - backward))
+    return link_secs, max(0.0, between_secs - link_secs)  # the two run beside each other
+
+
+def _host_secs(work: Work, rates: Rates, nbytes: float) -> float:
+    """A pass over `nbytes` in host memory, an element."""
+    return nbytes * rates.accumulate_secs / accumulate_bytes(work.wire_bytes)
+
+
+def copy_secs(work: Work, rates: Rates) -> float:
+    """An element of an updated block on its way into the weights: over the link, or within host memory if they are there."""
+    within_host = work.offload_parameters and rates.link_overlaps
+    return _host_secs(work, rates, 2 * work.wire_bytes) if within_host else rates.up_secs
+
+
+def _write_secs(work: Work, rates: Rates) -> float:
+    """A selected element on its way into the weights; apart from each other, they move a cache line each."""
+    if not (work.offload_parameters and rates.link_overlaps):
+        return rates.write_secs
+    return rates.down_secs + _host_secs(work, rates, work.wire_bytes + CACHE_LINE_BYTES)
 
 
 def zenflow(work: Work, rates: Rates, update_interval: int) -> Step:
@@ -156,13 +139,13 @@ def zenflow(work: Work, rates: Rates, update_interval: int) -> Step:
     down = work.shard_numel * rates.down_secs
     link, reduce = _not_hidden_secs(work, rates, down)
     block = work.shard_numel / update_interval
-    up = block * rates.up_secs
-    exchanged = work.numel / update_interval + work.selected_numel
+    up = block * copy_secs(work, rates)
+    exchanged = traffic.exchanged_numel(work, work.numel / update_interval + work.selected_numel)
     busy = Step(
         compute_secs=compute_secs(work, rates, beside_host=True),
         link_secs=link + up,
-        optimizer_secs=work.selected_shard_numel * (rates.device_adamw_secs + rates.write_secs),
-        exchange_secs=reduce + _between_devices_secs(work, rates, exchanged),
+        optimizer_secs=work.selected_shard_numel * (rates.device_adamw_secs + _write_secs(work, rates)),
+        exchange_secs=reduce + between_devices_secs(work, rates, exchanged),
     )
     host = work.shard_numel * rates.accumulate_secs + block * rates.update_secs
     return Step(
@@ -172,63 +155,38 @@ def zenflow(work: Work, rates: Rates, update_interval: int) -> Step:
         exchange_secs=busy.exchange_secs,
         stall_secs=max(0.0, host - busy.step_secs),
         host_secs=host,
-        link_busy_secs=down + up,
+        link_busy_secs=_link_busy_secs(work, rates, down, block),
     )
 
 
 def zero_offload(work: Work, rates: Rates) -> Step:
     """A step of DeepSpeed's ZeRO-Offload: the device waits while the host updates the whole shard, then takes it back."""
-    down, up = work.shard_numel * rates.offload_down_secs, work.shard_numel * rates.up_secs
+    down, up = work.shard_numel * rates.offload_down_secs, work.shard_numel * copy_secs(work, rates)
     link, reduce = _not_hidden_secs(work, rates, down)
     host = work.shard_numel * rates.offload_step_secs
+    exchanged = traffic.exchanged_numel(work, work.numel)
     return Step(
         compute_secs=compute_secs(work, rates),
         link_secs=link + up,
-        exchange_secs=reduce + _between_devices_secs(work, rates, work.numel),
+        exchange_secs=reduce + between_devices_secs(work, rates, exchanged),
         stall_secs=host,
         host_secs=host,
-        link_busy_secs=down + up,
+        link_busy_secs=_link_busy_secs(work, rates, down, work.shard_numel),
     )
 
 
+def _link_busy_secs(work: Work, rates: Rates, down: float, block_numel: float) -> float:
+    """All copies between host and device, hidden or not."""
+    fetched = work.micro_batches * _fetched_secs(work, rates, sum(traffic.gathered_numel(work)))
+    stays_on_host = work.offload_parameters and rates.link_overlaps
+    return down + fetched + (0.0 if stays_on_host else block_numel * rates.up_secs)
+
+
 def on_device(work: Work, rates: Rates) -> Step:
-    """A step of AdamW with all state on the device (ZeRO-2 over the ranks)."""
+    """A step of AdamW with all state on the device; give it work without offloaded parameters."""
     reduce = _not_hidden_secs(work, rates, 0.0)[1]
     return Step(
         compute_secs=compute_secs(work, rates),
         optimizer_secs=work.shard_numel * rates.device_adamw_secs,
-        exchange_secs=reduce + _between_devices_secs(work, rates, work.numel),
+        exchange_secs=reduce + between_devices_secs(work, rates, traffic.exchanged_numel(work, work.numel)),
     )
-
-
-def smallest_update_interval(work: Work, rates: Rates) -> int:
-    """The smallest `U` for which the host keeps up, or comes as close as it can.
-
-    Updates are then as fresh as the hardware allows. Where the host never keeps up, a larger `U` than the one returned
-    would make the step less than 2 % shorter.
-    """
-    most = TUNER.max_update_interval
-    steps = {interval: zenflow(work, rates, interval) for interval in range(1, most + 1)}
-    for interval, step in steps.items():
-        if step.stall_secs == 0:
-            return interval
-    limit = (1 + BEST_TOLERANCE_RATIO) * steps[most].step_secs
-    return next(interval for interval, step in steps.items() if step.step_secs <= limit)
-
-
-def barrier_secs(work: Work, rates: Rates, update_interval: int) -> float:
-    """One re-selection: all blocks are updated and sent to the device, the selected columns' state goes home and back.
-
-    Blocks travel while the next one is updated, so that only the last one's way is added.
-    """
-    settle = work.shard_numel * max(rates.update_secs, rates.up_secs)
-    last = work.shard_numel / update_interval * min(rates.update_secs, rates.up_secs)
-    moved = work.selected_shard_numel * rates.move_secs
-    return settle + last + moved + _between_devices_secs(work, rates, work.numel)
-
-
-def smallest_select_interval(work: Work, rates: Rates, update_interval: int) -> int:
-    """The smallest `S` for which re-selections stay within their half of the stall budget."""
-    allowed_secs = TUNER.share * zenflow(work, rates, update_interval).step_secs
-    needed = math.ceil(barrier_secs(work, rates, update_interval) / allowed_secs)
-    return min(TUNER.max_select_interval, max(TUNER.min_select_interval, needed))

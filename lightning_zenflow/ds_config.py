@@ -31,16 +31,19 @@ _REFUSED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("managed_gradient_accumulation",), (True,), "Lightning accumulates"),
     (("hybrid_engine", "enabled"), (False,), "it is not supported"),
     (("sequence_parallel_size",), (1,), "sequence parallelism is not supported"),
+    (("compile", "deepcompile"), (False,), "it would replace what ZeRO does during backward"),
 )
 
 # The same for stages 1 and 2, which keep all weights on every rank, and for stage 3.
 _REFUSED_IN_STAGES_1_AND_2: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("zero_optimization", "offload_param", "device"), ("none", None), "parameters are offloaded by ZeRO-3 only"),
+    (("zero_optimization", "cpu_offload_param"), (False, None), "parameters are offloaded by ZeRO-3 only"),
     (("zero_optimization", "cpu_offload_params"), (False, None), "parameters are offloaded by ZeRO-3 only"),
     (("zero_optimization", "zero_hpz_partition_size"), (1,), "it belongs to ZeRO-3"),
 )
 _REFUSED_IN_STAGE_3: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("zero_optimization", "offload_param", "device"), ("cpu", "none", None), "NVMe is not supported"),
+    (("zero_optimization", "cpu_offload_param"), (False, None), 'write "offload_param": {"device": "cpu"}'),
     (("zero_optimization", "cpu_offload_params"), (False, None), 'write "offload_param": {"device": "cpu"}'),
 )
 
@@ -146,7 +149,7 @@ def complete(config: dict[str, Any]) -> None:
                 " Change or remove the key."
             )
     zero["stage"] = stage
-    for deprecated in ("cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory"):
+    for deprecated in ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory"):
         zero.pop(deprecated, None)  # older names, which DeepSpeed refuses beside the new one
     # The arena page-locks its own exchange region; DeepSpeed's buffers are given up right after start.
     zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_zenflow.costs import Work, backward_secs
+from lightning_zenflow import traffic
+from lightning_zenflow.costs import backward_secs
 from lightning_zenflow.rates import Rates
+from lightning_zenflow.work import Work
 
 BUCKET_NUMEL = 200_000_000
 """Elements of DeepSpeed's reduction bucket as Lightning sets it; two of them, so that reducing overlaps with backward."""
@@ -22,7 +24,7 @@ class Footprint:
     """Device memory of one rank, in bytes.
 
     Attributes:
-        weights_bytes: The model's weights, whole on every device.
+        weights_bytes: The model's weights: whole on every device, or under ZeRO-3 the rank's part and what is gathered.
         gradients_bytes: The most that gradients take at a time.
         state_bytes: Optimizer state on the device.
         buffers_bytes: Reduction buckets and other fixed buffers.
@@ -40,7 +42,11 @@ class Footprint:
 
 
 def _weights_bytes(work: Work) -> int:
-    return work.wire_bytes * work.numel
+    """Under ZeRO-3 gathered copies add to the rank's own part, which is elsewhere with offloaded parameters."""
+    if work.stage < 3:
+        return work.wire_bytes * work.numel
+    held = 0 if work.offload_parameters else work.shard_numel
+    return work.wire_bytes * (held + traffic.live_numel(work))
 
 
 def _buckets_bytes(work: Work) -> int:
@@ -57,7 +63,7 @@ def _waiting_bytes(work: Work, rates: Rates, down_secs: float) -> int:
 
 
 def zenflow_device(work: Work, rates: Rates) -> Footprint:
-    """ZenFlow under ZeRO-2: gradients leave during backward, so that only those that wait for the link are there at once.
+    """ZenFlow: gradients leave during backward, so that only those that wait for the link are there at once.
 
     A selected element takes 14 bytes in 16 bit: fp32 master and moments, and its gradient, which becomes its new weight. A
     single rank needs no bucket. Micro-batches are summed on the device in fp32.
@@ -84,9 +90,10 @@ def offload_device(work: Work, rates: Rates) -> Footprint:
 
 
 def on_device(work: Work) -> Footprint:
-    """AdamW on the device under ZeRO-2, at least: 16-bit gradients and fp32 state are partitioned over the ranks.
+    """AdamW on the device, at least: 16-bit gradients and fp32 state are partitioned over the ranks.
 
     Source: arXiv 1910.02054, section 5.2 (2 + 14/R bytes per parameter); DeepSpeed's step takes 4/R more for a moment.
+    Give it work without offloaded parameters.
     """
     return Footprint(
         weights_bytes=_weights_bytes(work),
@@ -96,6 +103,19 @@ def on_device(work: Work) -> Footprint:
     )
 
 
+def host_weights_bytes(work: Work) -> int:
+    """Weights of a rank in host memory, with offloaded parameters; page-locked where the device is not the CPU.
+
+    PyTorch rounds page-locked memory up to a power of two unless told otherwise (`pinned_max_round_threshold_mb`).
+    """
+    return work.wire_bytes * work.shard_numel if work.offload_parameters else 0
+
+
 def offload_host_bytes(work: Work) -> int:
-    """Host memory of a rank in DeepSpeed's ZeRO-Offload: fp32 master, gradient and moments, 16-bit weights to send."""
-    return (STATE_BYTES + 4 + work.wire_bytes) * work.shard_numel
+    """Host memory of a rank in DeepSpeed's ZeRO-Offload: fp32 master, gradient and moments, 16-bit weights.
+
+    Source: `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`, before their factor of 1.5
+    for buffers. Under ZeRO-3 without offloaded parameters the weights stay on the device.
+    """
+    weights_bytes = host_weights_bytes(work) if work.stage == 3 else work.wire_bytes * work.shard_numel
+    return (STATE_BYTES + 4) * work.shard_numel + weights_bytes

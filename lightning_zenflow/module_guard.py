@@ -17,6 +17,8 @@ class ModuleGuard:
     def __init__(self, module: nn.Module) -> None:
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self._own_attributes = [(param, set(vars(param))) for param in module.parameters()]
+        self._module = module
+        self._own_hooks = module._forward_pre_hooks.keys() | module._forward_hooks.keys()
 
     def refuse_unfrozen(self) -> None:
         """Raises if a parameter was unfrozen since.
@@ -46,6 +48,19 @@ class ModuleGuard:
         engine.module_forward_post_hook.remove()
         engine.destroy()
         release_cut(engine.module, wait=wait)
+        self._drop_attributes()
+
+    def abandon(self) -> None:
+        """The same where DeepSpeed failed to build its engine, whose hooks nobody else can reach."""
+        from lightning_zenflow.zero.release import release_cut
+
+        for hooks in (self._module._forward_pre_hooks, self._module._forward_hooks):
+            for key in hooks.keys() - self._own_hooks:
+                del hooks[key]
+        release_cut(self._module, wait=False)
+        self._drop_attributes()
+
+    def _drop_attributes(self) -> None:
         for param, own in self._own_attributes:
             if not hasattr(param, "ds_id"):
                 for name in vars(param).keys() - own:

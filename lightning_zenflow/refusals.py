@@ -41,6 +41,21 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise NotImplementedError(f"Complex parameter `{name}` is not supported by ZenFlow. {_REMEDY}")
 
 
+def refuse_empty(model: nn.Module) -> None:
+    """Raises if a parameter has no elements, which DeepSpeed fails to gather from several ranks under ZeRO-3.
+
+    Raises:
+        NotImplementedError: The message names the parameter.
+    """
+    for name, param in model.named_parameters():
+        if getattr(param, "ds_numel", param.numel()) == 0:
+            shape = list(getattr(param, "ds_shape", param.shape))
+            raise NotImplementedError(
+                f"`{name}` must have elements with ZeRO stage 3 on several ranks, got shape {shape}: DeepSpeed cannot gather"
+                " it. Leave it out."
+            )
+
+
 def refuse_callbacks(trainer: Any) -> None:
     """Raises if a callback of the Trainer needs what is not supported.
 

@@ -28,7 +28,7 @@ from lightning_zenflow.config import ZenFlowConfig, check_interval
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
-from lightning_zenflow.refusals import refuse_callbacks, refuse_unsupported
+from lightning_zenflow.refusals import refuse_callbacks, refuse_empty, refuse_unsupported
 from lightning_zenflow.signals import postponed
 from lightning_zenflow.stats import RunFacts, StepStats
 
@@ -43,6 +43,10 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
     Use it as `Trainer(strategy="zenflow")` after `import lightning_zenflow`, or make one with settings. The module's own
     `configure_optimizers` stays as it is: torch `AdamW` or `Adam`, `DeepSpeedCPUAdam`, `FusedAdam` or `ZenFlowAdamW`.
     Works on CUDA and on CPU.
+
+    Under ZeRO-3 each rank holds a part of every parameter, on the device or, with `offload_parameters`, on the host; what is
+    made in `configure_model` is cut at once. As with Lightning's strategy a parameter shows no elements between two uses,
+    also after `fit`: `deepspeed.zero.GatheredParameters` shows the whole of it, which then is the rounded fp32 master.
 
     Accumulation follows Lightning: the last batch of an epoch steps with what has been accumulated, as it does with
     strategies other than DeepSpeed's. A step whose gradient is not finite is skipped, counted and logged once.
@@ -77,8 +81,8 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
             arguments.refuse_beside_config(changed, self.config)
         self._merge_stage(stage)
         self.zenflow = arguments.merge_zenflow(given, self._zenflow_block)
-        ds_config.complete(self.config)
         arguments.refuse_without_stage_3(changed, self.config)
+        ds_config.complete(self.config)
         self._settle_first = _SettleFirst()
         self._auto_tuner: AutoTuner | None = None
         self._threads = TorchThreads()
@@ -177,24 +181,32 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise ValueError(CLIP_BY_VALUE_MESSAGE)
         # Not the base class's method, which warns that a `configure_gradient_clipping` of one's own is ignored.
+        if self.zero_stage_3 and self.world_size > 1:
+            refuse_empty(self.model)
         if trainer.training:
             self._initialize_deepspeed_train(self.model)
         else:
             self._initialize_deepspeed_inference(self.model)
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        from lightning_zenflow.zero.broadcast import any_layout
-
         self._guard = ModuleGuard(model)
-        with any_layout():
+        with self._cuts_any_module():
             super()._initialize_deepspeed_inference(model)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Under ZeRO-3, parameters made in `configure_model` are cut over the ranks as soon as their module is made."""
-        from lightning_zenflow.zero.broadcast import any_layout
+        with self._cuts_any_module(), super().model_sharded_context():
+            yield
 
-        with any_layout(), super().model_sharded_context():
+    @contextmanager
+    def _cuts_any_module(self) -> Iterator[None]:
+        """Within this context DeepSpeed takes modules of any parameters, however often a process builds its engine."""
+        from lightning_zenflow.zero.broadcast import any_layout
+        from lightning_zenflow.zero.secondary import group_of_copies
+
+        assert isinstance(self.config, dict)
+        with any_layout(), group_of_copies(self.config["zero_optimization"].get("zero_hpz_partition_size", 1)):
             yield
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
@@ -224,7 +236,6 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
         from lightning_zenflow.optimizer import ZenFlowAdamW
-        from lightning_zenflow.zero.broadcast import any_layout
         from lightning_zenflow.zero.install import installed
 
         assert isinstance(self.config, dict)
@@ -235,8 +246,12 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         converted = ZenFlowAdamW.from_optimizer(optimizer)
         self._guard = ModuleGuard(model)
         self.barrier()  # a rank that failed before this point shows here, and not as a hang within DeepSpeed
-        with installed(self._run_settings()), any_layout():
-            return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
+        try:
+            with installed(self._run_settings()), self._cuts_any_module():
+                return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
+        except BaseException:
+            self._guard.abandon()
+            raise
 
     def _run_settings(self) -> Any:
         from lightning_zenflow.zero.settings import RunSettings
@@ -328,7 +343,7 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
     def _is_running(self) -> bool:
         """Whether the Trainer is at work, without an exception until now."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING  # type: ignore[union-attr]
+        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
     @property
     def _is_fitted(self) -> bool:
@@ -433,8 +448,9 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         """
         zero = self._training("gradient")
         if not zero.holds(param):
+            shape = list(getattr(param, "ds_shape", param.shape))
             raise ValueError(
-                f"`param` must be a trainable parameter of the optimizer, got one of shape {list(param.shape)} that it does"
+                f"`param` must be a trainable parameter of the optimizer, got one of shape {shape} that it does"
                 " not hold. Add it to a group in `configure_optimizers`."
             )
         return zero.gradient(param)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +27,9 @@ from tests.modules import CLASSES, FEATURES, OFTEN, Small, batches, strategy_of,
 
 BATCHES = 10
 """Of an epoch."""
+
+SAVED_AT = 7
+"""The batch after which `save_both` saves."""
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -128,15 +132,18 @@ def own_state(made: Trainer) -> dict[str, Tensor]:
 
 
 def shown(module: Small) -> Tensor:
-    """What this rank has of all weights, flat in fp32; of a parameter that is cut, its part, and the whole if it is gathered."""
+    """This rank's part of all weights, flat in fp32; where a parameter is gathered, that copy must be the same."""
     found = []
-    for param in module.net.parameters():
-        parts = [param]
+    params: Any = module.net.parameters()
+    for param in params:
+        flat = param.detach().float().flatten()
         if hasattr(param, "ds_tensor"):
-            part = param.ds_tensor.flatten()
-            held = max(0, min(part.numel(), param.ds_numel - param.ds_zero_partition_rank * part.numel()))
-            parts.append(part[:held])
-        found += [part.detach().float().flatten() for part in parts]
+            part = param.ds_tensor.detach().float().flatten()
+            start = param.ds_zero_partition_rank * part.numel()
+            part = part[: max(0, param.ds_numel - start)]
+            assert not flat.numel() or torch.equal(flat[start : start + part.numel()], part)
+            flat = part
+        found.append(flat)
     return torch.cat(found)
 
 
@@ -317,15 +324,53 @@ class Reference(Callback):
             self.worst = max(self.worst, relative(mine, expected))
 
 
-def recut(reference: ZenFlowReference, ranks: int) -> ZenFlowReference:
-    """The same settled, and cut into blocks for another number of ranks."""
+def recut(reference: ZenFlowReference, ranks: int, stage3: bool) -> ZenFlowReference:
+    """The same settled, and cut into blocks for another number of ranks, or another stage."""
     settled = copy.deepcopy(reference)
     settled.settle()
-    settled._blocks_of_elements = partial(settled._blocks_of_elements, ranks=ranks)
+    settled._blocks_of_elements = partial(settled._blocks_of_elements, ranks=ranks, stage3=stage3)
     cuts = settled._blocks_of_elements(blocks=settled.schedule.update_interval)
     for state, cut in zip(settled.states.values(), cuts, strict=True):
         state.block = cut.reshape(state.block.shape)
     return settled
+
+
+# -- another number of ranks, or stage ---------------------------------------------------------------------------------
+
+
+def on(case: Case, ranks: int) -> Case:
+    return case.but(settings={**case.settings, "devices": ranks})
+
+
+def save_both(case: Case, folder: Path, ranks: int) -> None:
+    """One run that saves with gradients held back, and one that settles first; and the reference at that point."""
+    follows = Reference(on(case, ranks))
+    run(on(case, ranks), folder / "held", [SAVED_AT], callbacks=[follows])
+    run(on(case, ranks).but(settles=[SAVED_AT]), folder / "settled", [SAVED_AT])
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(follows.after[SAVED_AT], folder / "reference.pt")
+
+
+def resume_both(case: Case, folder: Path, ranks: int) -> list[str]:
+    """Goes on from both on `ranks` ranks; returns what differs between them, and from the reference."""
+    reference = torch.load(folder / "reference.pt", weights_only=False)
+    follows = Reference(on(case, ranks), {SAVED_AT: recut(reference, ranks, stage3="config" in case.arguments)})
+    runs: list[Run] = []
+    for name in ("held", "settled"):
+        runs.append(
+            run(
+                on(case, ranks),
+                folder / f"{name} again",
+                [SAVED_AT + 1],
+                resume=folder / name / f"{SAVED_AT}.ckpt",
+                callbacks=[follows] if name == "held" else [],
+            )
+        )
+    held, settled = runs
+    found = state_differences(held.trace.began, settled.trace.began) + differences(held, settled, SAVED_AT)
+    if not follows.worst < 1e-6:
+        found.append(f"masters {follows.worst:.1e} from the reference")
+    return found
 
 
 # -- random runs -------------------------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ def _check_kind(directory: Path, path: StrPath) -> None:
     if not stat.S_ISDIR(mode):
         raise CheckpointError(
             f"{rule} got '{path}', which is a file. `fit` resumes from directories; a checkpoint in a single file holds no"
-            " state of this optimizer: take its weights with `load_from_checkpoint`."
+            " state of this optimizer: take its weights with `load_from_checkpoint`, or set the strategy's"
+            " `load_full_weights` under ZeRO-3."
         )
     if re.fullmatch(r"\.(saving|removing)-[0-9a-f]{12}", _absolute(directory).name):
         whole = (

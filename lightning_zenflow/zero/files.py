@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -62,10 +63,24 @@ def model_file(engine: Any, client_state: Mapping[str, Any], *, exclude_frozen: 
     if module is None:
         return {}
     has_frozen = zero is not None and engine.zero_optimization_partition_gradients() and not exclude_frozen
-    state = engine._common_checkpoint_state(module, zero is not None, has_frozen)
+    with _seen_by(engine, zero):
+        state = engine._common_checkpoint_state(module, zero is not None, has_frozen)
     # Without it, DeepSpeed's converter to universal checkpoints asks for a flag.
     state[UNIVERSAL_CHECKPOINT_INFO] = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     return {name: {**state, **client_state}}
+
+
+@contextmanager
+def _seen_by(engine: Any, optimizer: StoresState | None) -> Iterator[None]:
+    """Within this context the engine has this optimizer, or none.
+
+    What stands in its place under ZeRO-3 in `validate`, `test` and `predict` has no state, which DeepSpeed would ask for.
+    """
+    own, engine.optimizer = engine.optimizer, optimizer
+    try:
+        yield
+    finally:
+        engine.optimizer = own
 
 
 def _module_without_optimizer(engine: Any, exclude_frozen: bool) -> dict[str, Any] | None:

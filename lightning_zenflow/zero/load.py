@@ -23,7 +23,7 @@ from lightning_zenflow.checkpoint.settled import Source, fill, fill_settled
 from lightning_zenflow.checkpoint.whole_file import WholeWeights
 from lightning_zenflow.shard_state import ShardState
 from lightning_zenflow.zero import files
-from lightning_zenflow.zero.module import check_shape, load_module, load_parts
+from lightning_zenflow.zero.module import check_shape, load_module
 from lightning_zenflow.zero.stored import StoresState
 
 
@@ -48,7 +48,7 @@ def resume(engine: Any, path: Path, *, strict: bool, weights_only: bool | None) 
             " `load_from_checkpoint`."
         )
     _check_parameters(zero, stored, path)
-    load_module(engine, stored, strict=strict, without=stored.shapes)
+    load_module(engine, stored, strict=strict, without=_trained(engine))
     zero.load_groups(stored.param_groups)
     zero.load_loss_scaler(stored.loss_scaler)
     _restore(zero, stored, path)
@@ -91,13 +91,13 @@ def begin_with(engine: Any, checkpoint: Mapping[str, Any], *, strict: bool) -> N
     """
     weights = WholeWeights.of(checkpoint["state_dict"], engine.module)
     if not isinstance(engine.optimizer, StoresState):
-        load_parts(engine, weights, strict=strict)
+        load_module(engine, weights, strict=strict)
         return
     zero: StoresState = engine.optimizer
     for spec in zero.layout.params:
         if spec.name in weights.names:
             check_shape(spec.name, weights.shape_of(spec.name), tuple(spec.shape))
-    load_parts(engine, weights, strict=strict, without={spec.name for spec in zero.layout.params})
+    load_module(engine, weights, strict=strict, without=_trained(engine))
     for state in checkpoint.get("optimizer_states") or ():
         groups = state.get("param_groups", ())
         if len(groups) == len(zero.optimizer.param_groups):
@@ -106,6 +106,12 @@ def begin_with(engine: Any, checkpoint: Mapping[str, Any], *, strict: bool) -> N
     zero.load_masters(partial(fill, source=_Completed(weights, kept)))
     zero.shard.load_masters(0)
     zero.gather_weights()
+
+
+def _trained(engine: Any) -> set[str]:
+    """Names of the parameters whose weights follow from the masters, tied ones by each of their names."""
+    params = engine.module.named_parameters(remove_duplicate=False)
+    return {name for name, param in params if engine.optimizer.holds(param)}
 
 
 @dataclass(frozen=True)

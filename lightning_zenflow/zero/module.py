@@ -11,6 +11,9 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.errors import CheckpointError
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
 
+_READ_NUMEL = 1 << 24
+"""Weights are read in pieces of this size: 64 MiB in fp32 at a time."""
+
 
 class Weights(Protocol):
     """A module's state whose weights are read in parts."""
@@ -25,10 +28,10 @@ class Weights(Protocol):
     def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor: ...
 
 
-def load_module(engine: Any, stored: StoredCheckpoint, *, strict: bool, without: Container[str] = ()) -> None:
+def load_module(engine: Any, stored: Weights, *, strict: bool, without: Container[str] = ()) -> None:
     """Loads a module's weights, those of the masters where there are any. Every rank must call it.
 
-    Under ZeRO-3 each rank reads its own part of each parameter, and no rank has the whole model in memory.
+    Weights that are stored cut, or will be, are read one parameter at a time: no rank has the whole model in memory for it.
 
     Args:
         engine: DeepSpeed's.
@@ -39,37 +42,23 @@ def load_module(engine: Any, stored: StoredCheckpoint, *, strict: bool, without:
     Raises:
         CheckpointError: A parameter has another shape.
     """
-    if engine.zero_optimization_partition_weights():
-        load_parts(engine, stored, strict=strict, without=without)
-    else:
-        engine.module.load_state_dict(_whole(engine, stored), strict=strict)
-
-
-def _whole(engine: Any, stored: StoredCheckpoint) -> dict[str, Any]:
-    if stored.stage < 3:
-        return stored.module
-    dtype = next((param.dtype for param in engine.module.parameters()), torch.float32)
-    return {**stored.module, **dict(stored.state_dict(dtype))}
-
-
-def load_parts(engine: Any, stored: Weights, *, strict: bool, without: Container[str] = ()) -> None:
-    """The same for a module whose parameters are cut, from whatever holds its weights. Every rank must call it.
-
-    Raises:
-        CheckpointError: A parameter has another shape.
-    """
-    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-    offload.partition_all_parameters()
+    is_cut = engine.zero_optimization_partition_weights()
+    if not is_cut and isinstance(stored, StoredCheckpoint) and stored.stage < 3:
+        engine.module.load_state_dict(stored.module, strict=strict)
+        return
+    if is_cut:
+        getattr(engine.optimizer, "parameter_offload", engine.optimizer).partition_all_parameters()
     params = dict(engine.module.named_parameters(remove_duplicate=False))
     held = {name: param for name, param in params.items() if name in stored}
     for name, param in held.items():
-        check_shape(name, stored.shape_of(name), tuple(param.ds_shape))
+        check_shape(name, stored.shape_of(name), tuple(param.ds_shape if is_cut else param.shape))
     others = {name: value for name, value in stored.module.items() if name not in params}
-    # Placeholders, as parameters are between two uses: so that missing and unexpected names are told by PyTorch.
-    engine.module.load_state_dict({**others, **{name: torch.empty(0) for name in held}}, strict=strict)
+    # Each from itself, or from a placeholder where it is one: so that missing and unexpected names are told by PyTorch.
+    itself = {name: param.detach() for name, param in held.items()}
+    engine.module.load_state_dict({**others, **itself}, strict=strict)
     for name, param in held.items():
         if name not in without:
-            _load_part(param, name, stored)
+            _load(param, name, stored)
 
 
 def check_shape(name: str, stored: tuple[int, ...], own: tuple[int, ...]) -> None:
@@ -85,9 +74,18 @@ def check_shape(name: str, stored: tuple[int, ...], own: tuple[int, ...]) -> Non
         )
 
 
-def _load_part(param: Any, name: str, stored: Weights) -> None:
-    part = param.ds_tensor.view(-1)
-    start = param.ds_zero_partition_rank * part.numel()
-    numel = min(part.numel(), param.ds_numel - start)
-    if numel > 0:
-        part[:numel].copy_(stored.read(name, "fp32", start, numel))
+@torch.no_grad()
+def _load(param: Any, name: str, stored: Weights) -> None:
+    """Fills a parameter, or this rank's part of it."""
+    start, flat = 0, param.detach().view(-1) if param.is_contiguous() else None
+    if hasattr(param, "ds_tensor"):
+        flat = param.ds_tensor.view(-1)
+        param.ds_secondary_tensor = None  # the copy that a machine's ranks keep (hpZ), of other weights
+        start = param.ds_zero_partition_rank * flat.numel()
+        flat = flat[: max(0, param.ds_numel - start)]
+    if flat is None:  # as `channels_last` weights
+        param.detach().copy_(stored.read(name, "fp32").view(param.shape))
+    else:
+        for offset in range(0, flat.numel(), _READ_NUMEL):
+            piece = flat[offset : offset + _READ_NUMEL]
+            piece.copy_(stored.read(name, "fp32", start + offset, piece.numel()))

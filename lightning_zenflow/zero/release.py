@@ -42,7 +42,7 @@ def release_cut(module: nn.Module, *, wait: bool) -> None:
     for part in modules:
         if isinstance(part._parameters, parameter_offload.ZeROOrderedDict):
             # Its own gathers what is read in a forward, for which there is no engine any more.
-            part._parameters = type(part._original_parameters)(part._parameters.items())  # type: ignore[operator]
+            part._parameters = dict(part._parameters.items())
         for name in _OF_MODULES:
             vars(part).pop(name, None)
     ours = set(map(id, modules))

@@ -81,15 +81,44 @@ class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
-        """Called by DeepSpeed with each gradient; on a single rank there is nothing to reduce and no bucket to fill."""
+        """Called by DeepSpeed with each gradient; on a single rank there is nothing to reduce and no bucket to fill.
+
+        Raises:
+            RuntimeError: The gradient is not that of the whole parameter.
+        """
+        if param.grad is not None and param.grad.numel() != param.ds_numel:
+            raise RuntimeError(
+                f"The gradient of `{self.param_names[param]}` must have {param.ds_numel} elements, got {param.grad.numel()}:"
+                " DeepSpeed takes gradients of a leaf module before they are there if its inputs need none. Remove"
+                " `stage3_module_granularity_threshold`, or lower it."
+            )
         if self._world_size > 1:
-            super().reduce_independent_p_g_buckets_and_remove_grads(param)
+            waiting = self.ipg_buckets[self.get_param_comm_dtype(param)].params
+            if any(param is other for other in waiting):
+                self._take_again(param)
+            else:
+                super().reduce_independent_p_g_buckets_and_remove_grads(param)
         elif param.ds_numel > 0 and getattr(param, "ds_grad_is_ready", True):
             stream = self.reduce_and_partition_stream
             if not get_accelerator().resolves_data_dependency():
                 stream.wait_stream(get_accelerator().current_stream())
             with get_accelerator().stream(stream):
                 self.partition_grads([param], [param.grad.view(-1)])
+
+    def _take_again(self, param: Any) -> None:
+        """A second gradient, which autograd has added to the one that waits in the bucket.
+
+        Raises:
+            RuntimeError: It may have been added before the first one had arrived there.
+        """
+        if not get_accelerator().resolves_data_dependency():
+            if self.contiguous_gradients:
+                raise RuntimeError(
+                    f"`{self.param_names[param]}` must get one gradient in a backward pass with ZeRO stage 3 on several ranks,"
+                    " got two. Activation checkpointing does that to a layer that is used twice: pass"
+                    " `use_reentrant=False` to it, or set `contiguous_gradients` to False."
+                )
+            self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[Tensor]) -> None:
         """Called by DeepSpeed with this rank's part of each reduced gradient, within the stream that reduced it."""
@@ -126,7 +155,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
 
     def _gather_persistent(self) -> None:
         """Small parameters stay gathered between steps."""
-        # The copies that a machine's ranks keep are of older weights. First, else they would be gathered once more.
+        # The copies that the ranks of a machine keep (hpZ) are of older weights, and must not be gathered again.
         self.invalidate_secondary_tensor()
         if self.persistent_parameters:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)

@@ -1,7 +1,7 @@
-"""`estimate` against measured runs: two cores of this machine, one of which plays the device, as in `examples/two_core.py`.
+"""`estimate` against real runs: on two cores of this machine, one of which plays the device, as in `examples/two_core.py`.
 
-The estimate measures models of three and six layers and has to predict models of eight and sixteen. Everything is measured
-in fresh processes, in turn, on the same cores.
+Traffic is compared with counted bytes, to the last one. For times, the estimate measures models of three and six layers and
+has to predict models of eight and sixteen; everything is measured in fresh processes, in turn, on the same cores.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lightning_zenflow import traffic
+from lightning_zenflow.work import Work
+from tests import moved_bytes
+from tests.conftest import RunRanks
 
 REPO = Path(__file__).resolve().parents[2]
 TOLERANCE_RATIO = 0.25
@@ -106,3 +111,43 @@ def test_an_estimate_is_within_a_quarter_of_what_is_measured(tokens: int, depth:
             break
         collect(tokens, depth, estimated, measured)
     assert not too_far(estimated, measured), (dict(estimated), dict(measured))
+
+
+ALL_CUT = {"stage3_param_persistence_threshold": 0}
+NONE_KEPT = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+ON_HOST = {"offload_param": {"device": "cpu"}}
+RUNS: list[dict[str, Any]] = [
+    ALL_CUT,
+    {**ALL_CUT, **NONE_KEPT},
+    {**ALL_CUT, **NONE_KEPT, "micro_batches": 3},
+    {**ALL_CUT, **ON_HOST},
+    {**ALL_CUT, **NONE_KEPT, **ON_HOST, "micro_batches": 2},
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_traffic_under_zero_3_is_what_is_counted(
+    ranks: int, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run, moved in zip(RUNS, run_ranks(moved_bytes.count_all, ranks, runs=RUNS)[0], strict=True):
+        monkeypatch.setattr(traffic, "KEPT_NUMEL", 0 if "stage3_max_reuse_distance" in run else 10**9)
+        numel = moved_bytes.LAYERS * moved_bytes.WIDTH**2
+        work = Work(
+            numel=numel,
+            selected_numel=numel // 8,
+            tokens=2,
+            ranks=ranks,
+            micro_batches=run.get("micro_batches", 1),
+            stage=3,
+            offload_parameters="offload_param" in run,
+        )
+        found = traffic.zenflow(work, 4)
+        # What a collective fills includes the rank's own part; what it reduces to is that part alone.
+        others = (ranks - 1) / ranks * moved.get("gathered", 0) + (ranks - 1) * moved.get("reduced", 0)
+        assert found.from_ranks_bytes == others, run
+        selected = 2 * work.selected_shard_numel if work.offload_parameters else 0
+        assert found.to_host_bytes == moved["to_host"] + selected, run
+        # On CPU an offloaded weight is where it is needed, so that its fetch is counted by what is asked for.
+        come_back = moved["fetched"] // ranks if work.offload_parameters else moved["to_device"]
+        assert found.to_device_bytes == come_back, run

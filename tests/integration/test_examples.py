@@ -15,12 +15,15 @@ import pytest
 import yaml
 from lightning_zenflow.cli import main
 
+from examples import two_core
 from examples.quickstart import CharGPT, StandardLibraryText
 
 REPO = Path(__file__).resolve().parents[2]
 PICTURE = REPO / "examples" / "zenflow-report.png"
 CONFIG = REPO / "examples" / "configs" / "quickstart.yaml"
+ZERO_3_CONFIG = REPO / "examples" / "configs" / "zero3_offload.yaml"
 BY_SCRIPT = [sys.executable, str(REPO / "examples" / "quickstart.py")]
+BY_ZERO_3 = [sys.executable, "-m", "lightning_zenflow.cli", "fit", "--config", str(ZERO_3_CONFIG)]
 BY_CONFIG = [sys.executable, "-m", "lightning_zenflow.cli", "fit", "--config", str(CONFIG)]
 
 
@@ -94,6 +97,33 @@ def test_every_config_is_accepted_by_the_command_line(config: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("stage", ["zenflow_stage_3", "zenflow_stage_3_offload"])
+def test_a_model_whose_layers_are_made_late_trains_under_zero_3(stage: str, tmp_path: Path) -> None:
+    few = ["limit_train_batches=40", "val_check_interval=40", "limit_val_batches=2", f"strategy={stage}"]
+    printed = train([*BY_ZERO_3, *(f"--trainer.{setting}" for setting in few)], tmp_path, timeout=100)
+    summary = re.search(r"Training loss: ([\d.]+) over the first 20 steps, ([\d.]+) over the last 20 of 40\.", printed)
+    assert summary, printed[-2000:]
+    first, last = map(float, summary.groups())
+    assert last < first - 0.5
+    assert logged(tmp_path, "val_loss")[0] < first
+    header = json.loads(next(tmp_path.rglob("zenflow.jsonl")).read_text().splitlines()[0])
+    assert header["stage"] == 3
+
+
+def test_layers_are_made_once_whenever_that_is() -> None:
+    late = CharGPT(width=8, layers=2, heads=2, context=4, late=True)
+    assert not list(late.parameters())
+    late.configure_model()
+    made = dict(late.named_parameters())
+    late.configure_model()
+    assert all(param is made[name] for name, param in late.named_parameters())
+    at_once = CharGPT(width=8, layers=2, heads=2, context=4)
+    assert {name: param.shape for name, param in at_once.named_parameters()} == {
+        name: param.shape for name, param in made.items()
+    }
+
+
+@pytest.mark.long
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core plays the accelerator, another the host")
 def test_the_two_core_comparison_prints_a_row_for_each_mode() -> None:
     command = [sys.executable, str(REPO / "examples" / "two_core.py"), "--modes", "compute", "zenflow"]
@@ -103,3 +133,31 @@ def test_the_two_core_comparison_prints_a_row_for_each_mode() -> None:
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[1:]}
     assert rows.keys() == {"compute", "zenflow"} and rows["zenflow"][-1] == "1.00x"
     assert 0 < float(rows["compute"][0]) < float(rows["zenflow"][0])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core plays the accelerator, another the host")
+def test_the_two_core_comparison_under_zero_3_says_what_zero_3_itself_adds() -> None:
+    modes = ["compute", "zero_2", "zero", "zenflow_2", "zenflow"]
+    command = [sys.executable, str(REPO / "examples" / "two_core.py"), "--stage", "3", "--modes", *modes]
+    command += ["--repeats", "1", "--steps", "10"]
+    done = subprocess.run(command, timeout=230, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    *rows, said = done.stdout.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == modes
+    assert re.search(r"a step of ZenFlow takes -?\d+ ms under ZeRO-3: .* that DeepSpeed's ZeRO-3 adds", said)
+
+
+def test_the_overhead_under_zero_3_is_weighed_against_zero_2_and_zero_3_itself() -> None:
+    def table(zenflow: float) -> dict[str, dict[str, float]]:
+        means = {"compute": 100.0, "zero_2": 900.0, "zero": 950.0, "zenflow_2": 150.0, "zenflow": zenflow}
+        passes = {"zero_2": 110.0, "zero": 130.0}
+        return {mode: {"mean": mean, "passes": passes.get(mode, 0.0)} for mode, mean in means.items()}
+
+    within = two_core.overhead_of_stage_3(table(180.0))
+    assert within is not None and "takes 80 ms under ZeRO-3: no more than the 80 ms of its 50 ms" in within
+    assert "the 30 ms that DeepSpeed's ZeRO-3 adds to forward and backward (of which 20 ms more" in within
+    beyond = two_core.overhead_of_stage_3(table(181.0))
+    assert beyond is not None and "takes 81 ms under ZeRO-3: MORE THAN the 80 ms" in beyond
+    assert two_core.overhead_of_stage_3({"compute": {"mean": 1.0}}) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,18 +17,17 @@ from tests.cases import relative
 from tests.modules import EXPECTED_WARNINGS, three_groups
 from tests.resuming import (
     BATCHES,
+    SAVED_AT,
     Case,
     Numbered,
-    Reference,
-    Run,
     case_of,
     check_resumes,
     check_schedule,
-    differences,
-    recut,
+    on,
+    resume_both,
     run,
+    save_both,
     schedules,
-    state_differences,
 )
 
 pytestmark = [
@@ -38,8 +36,6 @@ pytestmark = [
     pytest.mark.usefixtures("own_process_group"),
     pytest.mark.timeout(300),
 ]
-
-SAVED_AT = 7
 
 
 # -- the same number of ranks ------------------------------------------------------------------------------------------
@@ -113,41 +109,6 @@ CASES = {
     "warm-up": Case(zenflow={"full_warm_up_rounds": 9}),
     "all deferred": Case(zenflow={"topk_ratio": 0}),
 }
-
-
-def on(case: Case, ranks: int) -> Case:
-    return case.but(settings={**case.settings, "devices": ranks})
-
-
-def save_both(case: Case, folder: Path, ranks: int) -> None:
-    """One run that saves with gradients held back, and one that settles first; and the reference at that point."""
-    follows = Reference(on(case, ranks))
-    run(on(case, ranks), folder / "held", [SAVED_AT], callbacks=[follows])
-    run(on(case, ranks).but(settles=[SAVED_AT]), folder / "settled", [SAVED_AT])
-    if os.environ.get("RANK", "0") == "0":
-        torch.save(follows.after[SAVED_AT], folder / "reference.pt")
-
-
-def resume_both(case: Case, folder: Path, ranks: int) -> list[str]:
-    """Goes on from both on `ranks` ranks; returns what differs between them, and from the reference."""
-    reference = torch.load(folder / "reference.pt", weights_only=False)
-    follows = Reference(on(case, ranks), {SAVED_AT: recut(reference, ranks)})
-    runs: list[Run] = []
-    for name in ("held", "settled"):
-        runs.append(
-            run(
-                on(case, ranks),
-                folder / f"{name} again",
-                [SAVED_AT + 1],
-                resume=folder / name / f"{SAVED_AT}.ckpt",
-                callbacks=[follows] if name == "held" else [],
-            )
-        )
-    held, settled = runs
-    found = state_differences(held.trace.began, settled.trace.began) + differences(held, settled, SAVED_AT)
-    if not follows.worst < 1e-6:
-        found.append(f"masters {follows.worst:.1e} from the reference")
-    return found
 
 
 def two_ranks(folder: str, names: list[str]) -> list[str]:

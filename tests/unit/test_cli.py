@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -56,17 +57,29 @@ def printed_config(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "stage"), [("zenflow", 2), ("zenflow_stage_1", 1), ("zenflow_stage_2", 2)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("zenflow", 2),
+        ("zenflow_stage_1", 1),
+        ("zenflow_stage_2", 2),
+        ("zenflow_stage_3", 3),
+        ("zenflow_stage_3_offload", 3),
+    ],
+)
 def test_settings_reach_a_strategy_given_by_name(name: str, stage: int) -> None:
     strategy = strategy_from("--trainer.strategy", name, "--zenflow.topk_ratio", "0.05")
     assert strategy.zenflow == ZenFlowConfig(topk_ratio=0.05)
     assert isinstance(strategy.config, dict)
-    assert strategy.config["zero_optimization"]["stage"] == stage
+    zero = strategy.config["zero_optimization"]
+    assert zero["stage"] == stage
+    assert zero.get("offload_param", {}).get("device") == ("cpu" if name.endswith("_offload") else None)
 
 
 def test_every_registered_name_of_ours_is_known_to_the_command_line() -> None:
     ours = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is ZenFlowStrategy]
-    assert sorted(ours) == ["zenflow", "zenflow_stage_1", "zenflow_stage_2"]
+    stages = [f"zenflow_stage_{stage}" for stage in (1, 2, 3)]
+    assert sorted(ours) == ["zenflow", *stages, "zenflow_stage_3_offload"]
 
 
 def test_a_name_without_settings_has_the_defaults() -> None:
@@ -111,6 +124,13 @@ def test_a_class_path_with_arguments_gets_the_section() -> None:
     assert strategy.zenflow.topk_ratio == 0.05
     assert isinstance(strategy.config, dict)
     assert strategy.config["zero_optimization"]["stage"] == 1
+
+
+def test_a_class_path_takes_stage_3_and_offloaded_parameters() -> None:
+    strategy = strategy_from(*CLASS_PATH, "--trainer.strategy.stage", "3", "--trainer.strategy.offload_parameters=true")
+    assert isinstance(strategy.config, dict)
+    zero = strategy.config["zero_optimization"]
+    assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu")
 
 
 def test_a_class_path_keeps_settings_of_its_own() -> None:
@@ -194,11 +214,30 @@ def test_another_strategy_without_settings_is_left_alone() -> None:
             [*CLASS_PATH, "--trainer.strategy.zenflow.topk_ratio", "abc"],
             "`topk_ratio` must be a number from 0 to 1, got 'abc'.",
         ),
-        ([*CLASS_PATH, "--trainer.strategy.stage", "3"], "`stage` must be 1 or 2, got 3. ZeRO-3 is not supported yet."),
+        (
+            [*CLASS_PATH, "--trainer.strategy.stage", "4"],
+            "`stage` must be 1, 2 or 3, got 4. ZenFlow is part of ZeRO.",
+        ),
+        (
+            [*CLASS_PATH, "--trainer.strategy.stage=3", "--trainer.strategy.offload_params_device=nvme"],
+            "`offload_params_device` must be 'cpu', got 'nvme': NVMe is not supported. Leave it out.",
+        ),
+        (
+            ["--trainer.strategy", "zenflow_stage_4"],
+            "`trainer.strategy` must be a registered name, got 'zenflow_stage_4'. Did you mean 'zenflow_stage_3'?",
+        ),
     ],
 )
 def test_a_bad_value_is_answered_in_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, *BY_NAME, *args) == message
+
+
+def test_offloaded_parameters_without_stage_3_are_answered_with_what_they_belong_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = refused(capsys, *CLASS_PATH, "--trainer.strategy.offload_parameters", "true")
+    assert re.match(r"`.*offload_param.*` must be .*ZeRO-3", message)
+    assert "\n" not in message
 
 
 def test_a_bad_value_in_yaml_is_answered_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,8 +253,10 @@ def test_a_bad_value_in_yaml_is_answered_in_one_line(tmp_path: Path, capsys: pyt
         [*BY_NAME, "--zenflow.topk_ratio", "0.3", "--zenflow.update_interval", "2", "--zenflow.worker_cores", "[0]"],
         [*CLASS_PATH, "--trainer.strategy.zenflow.topk_ratio", "0.3", "--trainer.strategy.stage", "1"],
         [*CLASS_PATH],
+        ["--trainer.strategy", "zenflow_stage_3_offload", "--zenflow.topk_ratio", "0.3"],
+        [*CLASS_PATH, "--trainer.strategy.stage", "3", "--trainer.strategy.offload_parameters=true"],
     ],
-    ids=["name", "class path", "class path alone"],
+    ids=["name", "class path", "class path alone", "name of stage 3", "class path with stage 3"],
 )
 def test_a_printed_config_gives_the_same_config_again(
     args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

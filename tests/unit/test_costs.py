@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zenflow import costs, footprint
-from lightning_zenflow.costs import Work
+from lightning_zenflow import costs, footprint, recommended, traffic
 from lightning_zenflow.rates import (
     Rates,
     accumulate_bytes,
@@ -20,6 +20,7 @@ from lightning_zenflow.rates import (
     offload_step_bytes,
     update_bytes,
 )
+from lightning_zenflow.work import Work
 
 # A billion parameters, a tenth of them selected, and rates that give round numbers.
 WORK = Work(numel=10**9, selected_numel=10**8, tokens=1000, largest_numel=10**6)
@@ -125,26 +126,135 @@ def test_without_offload_the_device_updates_everything() -> None:
 
 def test_the_update_interval_is_the_smallest_with_which_the_host_keeps_up() -> None:
     # 0.5 + 2/U fits into 1.25 + 0.2/U from U = 2.4 on.
-    assert costs.smallest_update_interval(WORK, RATES) == 3
-    assert costs.smallest_update_interval(WORK, replace(RATES, update_secs=0.5e-9)) == 1
+    assert recommended.smallest_update_interval(WORK, RATES) == 3
+    assert recommended.smallest_update_interval(WORK, replace(RATES, update_secs=0.5e-9)) == 1
 
 
 def test_an_interval_that_never_suffices_is_only_as_large_as_it_helps() -> None:
     slow = replace(RATES, accumulate_secs=2e-9, update_secs=1e-9)
     # The step is 2 + 1/U, at best 2.0625 for U = 16; 2 % more is reached from U = 9.64 on.
-    assert costs.smallest_update_interval(WORK, slow) == 10
+    assert recommended.smallest_update_interval(WORK, slow) == 10
 
 
 def test_a_re_selection_updates_all_blocks_and_moves_the_selected_state() -> None:
-    assert costs.barrier_secs(WORK, RATES, 4) == pytest.approx(2.0 + 0.2 / 4 + 0.1 * 10)
+    assert recommended.barrier_secs(WORK, RATES, 4) == pytest.approx(2.0 + 0.2 / 4 + 0.1 * 10)
     far = replace(RATES, up_secs=5e-9)  # the link is slower than the host: the first block's update is what is added
-    assert costs.barrier_secs(WORK, far, 4) == pytest.approx(5.0 + 2 / 4 + 0.1 * 10)
+    assert recommended.barrier_secs(WORK, far, 4) == pytest.approx(5.0 + 2 / 4 + 0.1 * 10)
+
+
+def test_an_interval_that_costs_copies_is_no_smaller_than_the_auto_tuner_allows() -> None:
+    fast = replace(RATES, accumulate_secs=0.1e-9, update_secs=0.2e-9, link_overlaps=False)
+    # Without copying a step takes 1.2 + 0.1 + 0.05 s. Of 0.2 / U s more, 2.5 % are reached from U = 5.8 on.
+    assert recommended.smallest_update_interval(WORK, fast) == 6
+    assert recommended.smallest_update_interval(WORK, replace(fast, link_overlaps=True)) == 1
+    assert recommended.smallest_update_interval(WORK, replace(fast, up_secs=5e-9)) == 16  # never more
+    # A host that does not keep up makes the trainer wait anyway: copies are then no reason.
+    late = replace(fast, accumulate_secs=2e-9, update_secs=0.01e-9)
+    assert recommended.smallest_update_interval(WORK, late) == 1
 
 
 def test_re_selections_take_half_of_the_stall_budget() -> None:
     # 3.05 s may be 2.5 % of S steps of 1.3 s each.
-    assert costs.smallest_select_interval(WORK, RATES, 4) == math.ceil(3.05 / (0.025 * 1.3))
-    assert costs.smallest_select_interval(WORK, replace(RATES, move_secs=1.0), 4) == 4096  # never more
+    assert recommended.smallest_select_interval(WORK, RATES, 4) == math.ceil(3.05 / (0.025 * 1.3))
+    assert recommended.smallest_select_interval(WORK, replace(RATES, move_secs=1.0), 4) == 4096  # never more
+
+
+# -- ZeRO-3 ------------------------------------------------------------------------------------------------------------
+
+CUT = replace(WORK, stage=3, ranks=2)
+ON_HOST = replace(WORK, stage=3, offload_parameters=True)
+
+
+def test_weights_are_gathered_in_both_passes_but_for_those_kept_at_the_turn() -> None:
+    assert traffic.gathered_numel(CUT) == (10**9, 5 * 10**8)
+    assert traffic.gathered_numel(replace(CUT, numel=4 * 10**8)) == (4 * 10**8, 0)
+    assert traffic.gathered_numel(replace(CUT, ranks=1)) == (0, 0)  # they are on the device already
+    assert traffic.gathered_numel(ON_HOST) == (10**9, 5 * 10**8)
+    assert traffic.gathered_numel(replace(WORK, ranks=2)) == (0, 0)
+
+
+def test_gathering_hides_behind_the_passes_and_nothing_is_exchanged_after_the_update() -> None:
+    linked = replace(RATES, interconnect_bandwidth=10e9)
+    # 0.1 s beside 1/3 s of forward; 0.05 s and 0.1 s of gradients beside 2/3 s of backward.
+    assert costs.zenflow(CUT, linked, 4).exchange_secs == 0
+    slow = replace(RATES, interconnect_bandwidth=1e9)
+    expected = (1 - 1 / 3) + (1.5 - 2 / 3)
+    for step in (costs.zenflow(CUT, slow, 4), costs.zero_offload(CUT, slow), costs.on_device(CUT, slow)):
+        assert step.exchange_secs == pytest.approx(expected)
+    twice = costs.on_device(replace(CUT, micro_batches=2), slow)
+    assert twice.exchange_secs == pytest.approx(2 * ((1 - 1 / 6) + (1.5 - 1 / 3)))
+
+
+def test_weights_in_host_memory_come_for_each_pass_and_blocks_stay_there() -> None:
+    step = costs.zenflow(ON_HOST, RATES, 4)
+    # A block is read and written at 20 bytes/ns: 0.25e9 x 4 bytes. 0.2 s and 0.1 s of fetching hide behind the passes.
+    assert step.link_secs == pytest.approx(0.05)
+    assert step.link_busy_secs == pytest.approx(0.1 + 0.2 + 0.1)
+    # Selected values: AdamW 0.3, the way 0.1, a cache line and 2 bytes in host memory 3.3 ns each.
+    assert step.optimizer_secs == pytest.approx(1e8 * 3.7e-9)
+    slow = replace(RATES, up_secs=1e-9)
+    assert costs.zenflow(ON_HOST, slow, 4).link_secs == pytest.approx((1 - 1 / 3) + 0.05)
+    assert costs.zero_offload(ON_HOST, slow).link_secs == pytest.approx((1 - 1 / 3) + 0.2)
+    accumulated = costs.zenflow(replace(ON_HOST, micro_batches=2), slow, 4)
+    assert accumulated.link_secs == pytest.approx(2 * (1 - 1 / 6 + 0.5 - 1 / 3) + 0.05)
+    shared = costs.zenflow(replace(ON_HOST, ranks=4), slow, 4)
+    assert shared.link_busy_secs == pytest.approx((0.1 + 1.5) / 4)
+
+
+def test_where_the_cpu_is_the_device_weights_in_host_memory_are_near() -> None:
+    near = replace(RATES, link_overlaps=False)
+    assert costs.zenflow(ON_HOST, near, 4) == costs.zenflow(WORK, near, 4)
+
+
+def test_a_re_selection_under_zero_3_exchanges_scores_and_no_weights() -> None:
+    linked = replace(RATES, interconnect_bandwidth=1e9)
+    scored = replace(CUT, columns=10**8)
+    assert traffic.select_bytes(scored) == 4 * 10**8  # each way of an all-reduce: half of it
+    alone = recommended.barrier_secs(CUT, RATES, 4)
+    assert recommended.barrier_secs(scored, linked, 4) == pytest.approx(alone + 0.4)
+    assert recommended.barrier_secs(replace(scored, stage=2), linked, 4) == pytest.approx(alone + 0.4 + 1.0)
+
+
+def test_traffic_is_counted_in_bytes() -> None:
+    two = replace(WORK, ranks=2)
+    found = traffic.zenflow(two, 4)
+    assert (found.to_host_bytes, found.to_device_bytes) == (10**9, 10**9 // 4)
+    assert found.from_ranks_bytes == 10**9 + (25 + 10) * 10**7  # gradients, then the block and what is selected
+    assert traffic.zenflow(CUT, 4).from_ranks_bytes == 10**9 + 10**9 + 5 * 10**8
+    assert traffic.zero_offload(two).to_host_bytes == 2 * 10**9  # in fp32
+    assert traffic.zero_offload(two).from_ranks_bytes == 2 * 10**9
+    assert traffic.on_device(replace(CUT, micro_batches=3)).from_ranks_bytes == 3 * 25 * 10**8
+    offloaded = traffic.zenflow(replace(ON_HOST, micro_batches=2), 4)
+    assert offloaded.to_host_bytes == 2 * 10**9 + 2 * 10**8
+    assert offloaded.to_device_bytes == 2 * 2 * (10**9 + 5 * 10**8)
+    assert traffic.zero_offload(ON_HOST).to_device_bytes == 2 * (10**9 + 5 * 10**8)
+
+
+def test_a_device_holds_its_part_and_what_is_gathered() -> None:
+    gathered = 5 * 10**8 + 5 * 10**7
+    assert footprint.zenflow_device(CUT, RATES).weights_bytes == 2 * (5 * 10**8 + gathered)
+    assert footprint.zenflow_device(replace(CUT, ranks=1), RATES).weights_bytes == 2 * 10**9
+    assert footprint.zenflow_device(ON_HOST, RATES).weights_bytes == 2 * gathered
+    wide = replace(ON_HOST, largest_numel=7 * 10**8)
+    assert footprint.zenflow_device(wide, RATES).weights_bytes == 2 * (7 * 10**8 + 5 * 10**7)
+    assert footprint.host_weights_bytes(replace(ON_HOST, ranks=4)) == 10**9 // 2
+    assert footprint.host_weights_bytes(CUT) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("offload_parameters", [False, True])
+def test_memory_under_zero_3_is_what_deepspeed_estimates(ranks: int, offload_parameters: bool) -> None:
+    # A model of one layer, which both keep whole while it is at work, together with its gradient.
+    numel = 4 * 10**8
+    work = replace(
+        CUT, numel=numel, largest_numel=numel, selected_numel=0, ranks=ranks, offload_parameters=offload_parameters
+    )
+    host_bytes, device_bytes, _ = estimate_zero3_model_states_mem_needs(
+        numel, numel, ranks, 1, cpu_offload=True, cpu_offload_params=offload_parameters, additional_buffer_factor=1
+    )
+    ours = footprint.zenflow_device(work, RATES)
+    assert ours.weights_bytes + ours.gradients_bytes == device_bytes
+    assert ranks * footprint.offload_host_bytes(work) == host_bytes
 
 
 @given(
@@ -159,13 +269,13 @@ def test_the_chosen_interval_stalls_least_and_all_parts_add_up(
 ) -> None:
     work = Work(numel=numel, selected_numel=int(ratio * numel), tokens=tokens, ranks=ranks)
     rates = replace(RATES, accumulate_secs=scale * 1e-9, update_secs=4 * scale * 1e-9)
-    chosen = costs.smallest_update_interval(work, rates)
+    chosen = recommended.smallest_update_interval(work, rates)
     step = costs.zenflow(work, rates, chosen)
     every = [costs.zenflow(work, rates, interval) for interval in range(1, 17)]
     assert step.stall_secs == 0 or step.step_secs <= 1.02 * min(other.step_secs for other in every)
     assert all(other.stall_secs > 0 for other in every[: chosen - 1])
     assert step.step_secs >= max(step.compute_secs, step.host_secs) * (1 - 1e-9)
-    assert 1 <= costs.smallest_select_interval(work, rates, chosen) <= 4096
+    assert 1 <= recommended.smallest_select_interval(work, rates, chosen) <= 4096
 
 
 def test_bytes_of_the_passes_are_those_of_the_tensors_they_touch() -> None:
@@ -243,6 +353,8 @@ def test_without_offload_a_parameter_takes_sixteen_bytes() -> None:
         ("micro_batches", 0, "at least 1, got 0"),
         ("selected_numel", 2 * 10**9, "from 0 to `numel` 1000000000, got 2000000000"),
         ("wire_bytes", 8, "2 or 4, got 8"),
+        ("stage", 4, "2 or 3, got 4"),
+        ("offload_parameters", True, "false under ZeRO stage 2, got True"),
     ],
 )
 def test_impossible_work_is_refused(field: str, value: int, rule: str) -> None:

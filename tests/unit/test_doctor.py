@@ -162,7 +162,16 @@ def test_locked_memory_matters_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
     assert (checks.locked_memory().verdict, checks.locked_memory().found) == ("ok", "8.0 MiB, enough without CUDA")
     monkeypatch.setattr(checks, "accelerator", lambda: Accelerator("cuda"))
-    assert checks.locked_memory().verdict == "warn"
+    row = checks.locked_memory()
+    # bf16, U = 4: two slots 4, two outbox halves 1, and with offloaded parameters the weights, 2.
+    assert row.verdict == "warn"
+    assert row.numbers["params_whose_exchange_fits"] == pytest.approx(8 * 2**20 / 5, rel=1e-4)
+    assert row.numbers["params_whose_exchange_and_weights_fit"] == pytest.approx(8 * 2**20 / 7, rel=1e-4)
+    assert row.found == (
+        "8.0 MiB; 1.68 million parameters' gradients and blocks, or with parameters offloaded under ZeRO-3 1.2 million and"
+        " their weights"
+    )
+    assert "ulimit -l unlimited" in row.remedy
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert (checks.locked_memory().verdict, checks.locked_memory().found) == ("ok", "unlimited")
 
@@ -180,7 +189,10 @@ def test_host_memory_says_how_many_parameters_fit_under_the_tightest_limit(monke
     assert row.verdict == "ok"
     # bf16, U = 4: master, moments and accumulator 16, two slots 4, two outbox halves 1.
     assert row.numbers["params_that_fit"] == pytest.approx(GIB, rel=1e-5)
-    assert "21.0 GiB free (the container): 1.1 billion parameters at 21 bytes" in row.found
+    assert row.numbers["offloaded_params_that_fit"] == pytest.approx(21 / 23 * GIB, rel=1e-5)
+    assert row.found == (
+        "21.0 GiB free (the container): 1.1 billion parameters at 21 bytes, 0.98 billion at 23 if offloaded under ZeRO-3"
+    )
     monkeypatch.setattr(checks, "host_limits", lambda: [Available(10**6, "the container", "Raise it")])
     assert (checks.host_memory().verdict, checks.host_memory().remedy) == ("fail", "Raise it.")
     monkeypatch.setattr(checks, "host_limits", list)

@@ -11,9 +11,9 @@ import pytest
 from lightning_zenflow import ZenFlowConfig, ds_config
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
+def nested(path: str, value: Any, stage: int = 2) -> dict[str, Any]:
     """A config with one key at a dotted path, and ZeRO-2."""
-    config: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     *blocks, key = path.split(".")
     place = config
     for block in blocks:
@@ -58,50 +58,63 @@ def test_a_block_in_the_wrong_place_is_an_error() -> None:
         ds_config.take_zenflow_block({"zenflow": {}, "zero_optimization": {"stage": 2}})
 
 
+REFUSED = [
+    ("zero_optimization.offload_optimizer.device", "nvme"),
+    ("zero_optimization.offload_optimizer.ratio", 0.5),
+    ("zero_optimization.offload_optimizer.super_offload", True),
+    ("zero_optimization.offload_param.device", "nvme"),
+    ("zero_optimization.cpu_offload_param", True),
+    ("zero_optimization.cpu_offload_params", True),
+    ("zero_optimization.zero_quantized_gradients", True),
+    ("zero_optimization.zero_quantized_weights", True),
+    ("zero_optimization.zero_quantized_nontrainable_weights", True),
+    ("zero_optimization.compute_grad_norm", False),
+    ("fp16.fp16_master_weights_and_grads", True),
+    ("bf16.bf16_master_weights_and_grads", True),
+    ("bf16.bf16_optimizer_states", True),
+    ("torch_autocast.enabled", True),
+    ("tensor_parallel.autotp_size", 2),
+    ("pipeline.stages", 2),
+    ("managed_gradient_accumulation", False),
+    ("hybrid_engine.enabled", True),
+    ("sequence_parallel_size", 2),
+    ("compile.deepcompile", True),
+]
+OF_STAGE_3 = [
+    ("zero_optimization.offload_param.device", "cpu"),
+    ("zero_optimization.zero_hpz_partition_size", 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("zero_optimization.offload_optimizer.device", "nvme"),
-        ("zero_optimization.offload_optimizer.ratio", 0.5),
-        ("zero_optimization.offload_optimizer.super_offload", True),
-        ("zero_optimization.offload_param.device", "cpu"),
-        ("zero_optimization.offload_param.device", "nvme"),
-        ("zero_optimization.cpu_offload_params", True),
-        ("zero_optimization.zero_quantized_gradients", True),
-        ("zero_optimization.compute_grad_norm", False),
-        ("fp16.fp16_master_weights_and_grads", True),
-        ("bf16.bf16_master_weights_and_grads", True),
-        ("bf16.bf16_optimizer_states", True),
-        ("torch_autocast.enabled", True),
-        ("tensor_parallel.autotp_size", 2),
-        ("pipeline.stages", 2),
-        ("managed_gradient_accumulation", False),
-        ("hybrid_engine.enabled", True),
-        ("sequence_parallel_size", 2),
-    ],
+    ("stage", "path", "value"),
+    [(stage, *key) for stage in (2, 3) for key in REFUSED] + [(stage, *key) for stage in (1, 2) for key in OF_STAGE_3],
 )
-def test_a_key_that_contradicts_is_named_with_its_value(path: str, value: Any) -> None:
+def test_a_key_that_contradicts_is_named_with_its_value(stage: int, path: str, value: Any) -> None:
     """FAULTS Z1 and issue 2: never ignored."""
     with pytest.raises(ValueError, match=re.escape(f"`{path}` must be ") + f".* with ZenFlow, got {value!r}: "):
-        ds_config.complete(nested(path, value))
+        ds_config.complete(nested(path, value, stage))
+
+
+@pytest.mark.parametrize(("path", "value"), OF_STAGE_3)
+def test_what_belongs_to_stage_3_is_left_to_it(path: str, value: Any) -> None:
+    config = nested(path, value, 3)
+    expected = copy.deepcopy(config["zero_optimization"])
+    ds_config.complete(config)
+    assert config["zero_optimization"] == {**expected, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
 
 
 @pytest.mark.parametrize("stage", [0, "2", True, None, 4])
 def test_another_stage_is_refused(stage: Any) -> None:
-    with pytest.raises(ValueError, match=f"`stage` must be 1 or 2, got {stage!r}"):
+    with pytest.raises(ValueError, match=f"`stage` must be 1, 2 or 3, got {stage!r}"):
         ds_config.complete({"zero_optimization": {"stage": stage}})
-
-
-def test_stage_3_is_not_supported_yet() -> None:
-    with pytest.raises(NotImplementedError, match=r"`stage` must be 1 or 2, got 3. ZeRO-3 is not supported yet"):
-        ds_config.complete({"zero_optimization": {"stage": 3}})
 
 
 @pytest.mark.parametrize("zero", [None, False, True, [2]])
 def test_a_config_without_zero_is_refused(zero: Any) -> None:
     config = {} if zero is None else {"zero_optimization": zero}
     with pytest.raises(
-        ValueError, match=re.escape(f'`zero_optimization` must be a mapping with "stage" 1 or 2, got {zero!r}')
+        ValueError, match=re.escape(f'`zero_optimization` must be a mapping with "stage" 1, 2 or 3, got {zero!r}')
     ):
         ds_config.complete(config)
 

@@ -20,11 +20,11 @@ from lightning_zenflow.cli.measure import HostBandwidth
 from lightning_zenflow.cli.presets import PRESETS
 from torch import nn
 
-from lightning_zenflow import costs, footprint
-from lightning_zenflow.costs import Work
+from lightning_zenflow import costs, footprint, recommended, traffic
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.memory import Available
 from lightning_zenflow.rates import Rates
+from lightning_zenflow.work import Work
 
 LLAMA_2_7B = {
     "model_type": "llama",
@@ -112,6 +112,7 @@ def test_vectors_and_selected_columns_are_counted(tmp_path: Path) -> None:
     norms, biases = (2 * 12 + 1) * 2 * 768, 12 * (3 + 1 + 4 + 1) * 768
     assert size.vector_numel == norms + biases
     assert size.largest_numel == 50257 * 768
+    assert size.columns == 2 * 768 + 12 * (2304 + 768 + 3072 + 768)
     # Columns: 77 of 768, 230 of 2304, 307 of 3072.
     matrices = (50257 + 1024) * 77 + 12 * (768 * 230 + 768 * 77 + 768 * 307 + 3072 * 77)
     assert size.selected_numel(0.1) == size.vector_numel + matrices
@@ -143,6 +144,13 @@ class Tied(LightningModule):
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.tokens.weight
+
+
+class Late(LightningModule):
+    """Makes its layers where Lightning asks for them, as large models do."""
+
+    def configure_model(self) -> None:
+        self.layer = nn.Linear(10**6, 10**6)  # 4 TB, if it were allocated
 
 
 class NeedsData(nn.Module):
@@ -179,6 +187,7 @@ def test_a_class_is_built_without_memory_where_that_is_possible() -> None:
     # 4 TB, if it were allocated.
     assert sizes.size_of("torch.nn.Linear", {"in_features": 10**6, "out_features": 10**6}).numel == 10**12 + 10**6
     assert sizes.size_of(f"{__name__}.NeedsData").numel == 6
+    assert sizes.size_of(f"{__name__}.Late").numel == 10**12 + 10**6
 
 
 @pytest.mark.parametrize(
@@ -285,7 +294,7 @@ def test_every_preset_can_be_named_and_offloading_without_stalls_pays_on_each() 
     work = Work(numel=10**9, selected_numel=10**8, tokens=8192)
     for name, preset in PRESETS.items():
         rates = preset.rates(2)
-        step = costs.zenflow(work, rates, costs.smallest_update_interval(work, rates))
+        step = costs.zenflow(work, rates, recommended.smallest_update_interval(work, rates))
         assert step.step_secs < costs.zero_offload(work, rates).step_secs, name
         assert rates.accumulate_secs >= 10 / preset.host_bandwidth, name
 
@@ -314,9 +323,9 @@ def test_the_numbers_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str
     )
     work = Work(numel=7 * 10**9, selected_numel=350_000_000, tokens=2048, ranks=4)
     rates = PRESETS["a100"].rates(2)
-    interval = costs.smallest_update_interval(work, rates)
+    interval = recommended.smallest_update_interval(work, rates)
     assert found["update_interval"] == interval
-    assert found["select_interval"] == costs.smallest_select_interval(work, rates, interval)
+    assert found["select_interval"] == recommended.smallest_select_interval(work, rates, interval)
     assert found["zenflow"]["step"]["step_secs"] == costs.zenflow(work, rates, interval).step_secs
     assert found["zero_offload"]["step"]["step_secs"] == costs.zero_offload(work, rates).step_secs
     assert found["on_device"]["step"]["step_secs"] == costs.on_device(work, rates).step_secs
@@ -354,6 +363,55 @@ def test_options_reach_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     rates = printed(capsys, "1B", "--preset", "l4", *given)["machine"]["rates"]
     assert (rates["compute_flops"], rates["beside_flops"], rates["up_secs"]) == (2e13, 2e13, 2e-10)
     assert rates["accumulate_secs"] == 5e-10
+
+
+def test_zero_3_and_offloaded_parameters_reach_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["7B", "--preset", "4090", "--devices", "4", "--stage", "3"]
+    rates = PRESETS["4090"].rates(2)
+    for options, offloads in (([], False), (["--offload-parameters"], True)):
+        found = printed(capsys, *args, *options)
+        work = Work(
+            numel=7 * 10**9, selected_numel=7 * 10**8, tokens=4096, ranks=4, stage=3, offload_parameters=offloads
+        )
+        interval = recommended.smallest_update_interval(work, rates)
+        arena_bytes = ArenaLayout(1_750_000_000, torch.bfloat16, interval).nbytes
+        assert found["update_interval"] == interval
+        assert found["zenflow"]["step"]["step_secs"] == costs.zenflow(work, rates, interval).step_secs
+        assert found["zenflow"]["device"]["total_bytes"] == footprint.zenflow_device(work, rates).total_bytes
+        assert found["zenflow"]["host_bytes"] == arena_bytes + offloads * 3_500_000_000
+        assert found["zenflow"]["traffic"] == dataclasses.asdict(traffic.zenflow(work, interval))
+        assert found["zero_offload"]["host_bytes"] == (16 + 2 * offloads) * 1_750_000_000
+        # Without any offload the weights stay on the devices too.
+        assert found["on_device"]["host_bytes"] == found["on_device"]["traffic"]["to_device_bytes"] == 0
+        assert found["on_device"]["device"]["weights_bytes"] == 2 * (1_750_000_000 + 550_000_000)
+
+
+def test_selecting_takes_a_score_for_each_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_2_7B))
+    args = [str(path), "--preset", "a100", "--devices", "4"]
+    columns = 2 * 4096 + 32 * (6 * 4096 + 11008)
+    assert printed(capsys, *args)["select_bytes"] == 2 * 3 / 4 * 4 * columns
+    assert estimate.main(args) == 0
+    assert "To select, a device receives 6.6 MiB of scores from the others." in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert printed(capsys, *args, "--topk-ratio", "0")["select_bytes"] == 0
+
+
+def test_what_zero_3_is_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*args: str) -> str:
+        assert estimate.main([*args]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    large = ["30B", "--devices", "8", "--preset", "4090", "--topk-ratio", "0.05"]
+    assert "lower topk_ratio, or use more devices, or --stage 3." in shown(*large)
+    assert "It fits under ZeRO-2" not in shown(*large, "--stage", "3")
+    small = shown("3B", "--devices", "2", "--preset", "4090", "--stage", "3", "--offload-parameters")
+    assert "on 2 devices, ZeRO-3, parameters in host memory" in small
+    assert "It fits under ZeRO-2 as well" in small
+    assert "use more devices, or --offload-parameters." in shown("70B", "--preset", "4090", "--stage", "3")
+    assert "DeepSpeed's ZeRO-3 alone is then exact" in shown("100M", "--preset", "4090", "--stage", "3")
 
 
 @pytest.mark.parametrize("topk_ratio", ["0", "1"])
@@ -460,6 +518,11 @@ def test_cores_are_taken_from_the_end(rehearsed: list[tuple[Any, ...]], monkeypa
             for value in ("inf", "999", "1e-300", "1e22")
         ),
         (["7B", "--preset", "l4", "--device-flops", "nan"], "device_flops"),
+        (["7B", "--preset", "l4", "--stage", "4"], "stage"),
+        (
+            ["7B", "--preset", "l4", "--offload-parameters"],
+            "`--offload-parameters` must be left out with `--stage` 2, ",
+        ),
         (["7B", "--preset", "cpu-two-cores", "--cores", "64"], "`--cores` must be 1 with --preset cpu-two-cores"),
         ([], "model"),
     ],
@@ -547,16 +610,19 @@ def test_letters_that_a_terminal_lacks_are_escaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("options", [[], ["--stage", "3", "--offload-parameters"]], ids=["stage 2", "offloaded"])
 def test_the_table_fits_and_has_no_colour_codes(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    columns: int, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert estimate.main(["7B", "--preset", "h100", "--devices", "8"]) == 0
+    assert estimate.main(["7B", "--preset", "h100", "--devices", "8", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     assert not any("\x1b" in line for line in lines)
     parts = {line.split("  ")[0].strip(): line.split() for line in lines}
     assert parts["Limited by"][2:] == ["compute", "host", "compute"]
+    # With offloaded parameters the selected tenth goes to the host too.
+    assert parts["To the host, a step"][5:] == ["1.8" if options else "1.6", "GiB", "3.3", "GiB", "-"]
 
 
 def test_help_names_every_option_and_every_family(capsys: pytest.CaptureFixture[str]) -> None:

@@ -616,11 +616,11 @@ def test_of_several_runs_in_a_file_the_last_is_shown_and_the_number_said(tmp_pat
     record.write_bytes(record.read_bytes()[:-20] + b"\n")
     with record.open("a") as file:
         file.writelines(
-            json.dumps(line) + "\n" for line in [header(), step_line(9), header(stage=1), step_line(9), step_line(10)]
+            json.dumps(line) + "\n" for line in [header(), step_line(9), header(stage=3), step_line(9), step_line(10)]
         )
     page, _ = report(record)
     assert page.row("Steps") == ["9 to 10"]
-    assert "The file holds 3 runs; this is the last." in page.text and "ZeRO stage 1" in page.text
+    assert "The file holds 3 runs; this is the last." in page.text and "ZeRO stage 3" in page.text
 
 
 @pytest.mark.parametrize("names", [("run.jsonl", "run.rank1.jsonl"), ("a.b.json", "a.b.rank1.json"), ("x", "x.rank1")])

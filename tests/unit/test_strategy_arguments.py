@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.environment import cores_of_worker
-from lightning_zenflow.refusals import refuse_unsupported
+from lightning_zenflow.refusals import refuse_empty, refuse_unsupported
 
 
 def strategy_of(zenflow: Any, **arguments: Any) -> ZenFlowStrategy:
@@ -39,12 +39,23 @@ def json_config(**zero: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 1, **zero}}
 
 
-@pytest.mark.parametrize(("name", "stage"), [("zenflow", 2), ("zenflow_stage_1", 1), ("zenflow_stage_2", 2)])
-def test_a_registered_name_is_enough(name: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "stage", "device"),
+    [
+        ("zenflow", 2, None),
+        ("zenflow_stage_1", 1, None),
+        ("zenflow_stage_2", 2, None),
+        ("zenflow_stage_3", 3, None),
+        ("zenflow_stage_3_offload", 3, "cpu"),
+    ],
+)
+def test_a_registered_name_is_enough(name: str, stage: int, device: str | None) -> None:
     """FAULTS 42: on CPU too."""
     made = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert type(made.strategy) is ZenFlowStrategy
     assert made.strategy.zenflow == ZenFlowConfig() and stage_of(made.strategy) == stage
+    assert made.strategy.zero_stage_3 == (stage == 3)
+    assert made.strategy.config["zero_optimization"].get("offload_param", {}).get("device") == device  # type: ignore
 
 
 @pytest.mark.parametrize("settings", [ZenFlowConfig(topk_ratio=0.2), {"topk_ratio": 0.2}])
@@ -76,21 +87,55 @@ def test_a_bad_setting_is_named(settings: Any, error: type[Exception], message: 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"stage": 3}, NotImplementedError, "`stage` must be 1 or 2, got 3. ZeRO-3 is not supported yet"),
-        ({"stage": 0}, ValueError, "`stage` must be 1 or 2, got 0"),
-        ({"stage": "2"}, ValueError, "`stage` must be 1 or 2, got '2'"),
-        ({"stage": True}, ValueError, "`stage` must be 1 or 2, got True"),
+        ({"stage": 0}, ValueError, "`stage` must be 1, 2 or 3, got 0"),
+        ({"stage": 4}, ValueError, "`stage` must be 1, 2 or 3, got 4"),
+        ({"stage": "2"}, ValueError, "`stage` must be 1, 2 or 3, got '2'"),
+        ({"stage": True}, ValueError, "`stage` must be 1, 2 or 3, got True"),
         ({"zero_optimization": False}, ValueError, "`zero_optimization` must be True, got False"),
-        ({"offload_parameters": True}, ValueError, "`offload_parameters` must be False, got True"),
+        (
+            {"offload_parameters": True},
+            ValueError,
+            "`offload_parameters` must be left out with ZeRO stage 2, got True: it belongs to ZeRO-3",
+        ),
         ({"offload_optimizer_device": "nvme"}, ValueError, "must be 'cpu', got 'nvme': NVMe is not supported"),
         ({"offload_params_device": "nvme"}, ValueError, "must be 'cpu', got 'nvme': NVMe is not supported"),
-        ({"remote_device": "nvme"}, ValueError, "`remote_device` must be None, got 'nvme'"),
-        ({"load_full_weights": True}, ValueError, "`load_full_weights` must be False, got True"),
+        (
+            {"offload_params_device": "nvme", "stage": 3, "offload_parameters": True},
+            ValueError,
+            "`offload_params_device` must be 'cpu', got 'nvme': NVMe is not supported",
+        ),
+        ({"remote_device": "nvme", "stage": 3}, ValueError, "`remote_device` must be None or 'cpu', got 'nvme'"),
+        ({"remote_device": "cpu"}, ValueError, "`remote_device` must be left out with ZeRO stage 2, got 'cpu'"),
+        (
+            {"remote_device": "cpu", "stage": 3},
+            ValueError,
+            "`remote_device` must be left out without offloaded parameters, got 'cpu'",
+        ),
+        ({"load_full_weights": True}, ValueError, "`load_full_weights` must be left out with ZeRO stage 2, got True"),
     ],
 )
 def test_an_argument_that_contradicts_is_named(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         ZenFlowStrategy(**arguments)
+
+
+def test_an_argument_of_stage_3_is_refused_beside_a_config_of_another_stage() -> None:
+    with pytest.raises(ValueError, match="`load_full_weights` must be left out with ZeRO stage 1, got True"):
+        ZenFlowStrategy(config=json_config(), load_full_weights=True)
+    with pytest.raises(ValueError, match="`offload_parameters` must be left out beside a DeepSpeed `config`"):
+        ZenFlowStrategy(config=json_config(stage=3), offload_parameters=True)
+
+
+def test_arguments_of_stage_3_work() -> None:
+    arguments: dict[str, Any] = {"offload_parameters": True, "remote_device": "cpu", "load_full_weights": True}
+    strategy = ZenFlowStrategy(stage=3, sub_group_size=77, **arguments)
+    assert isinstance(strategy.config, dict) and strategy.remote_device == "cpu" and strategy.load_full_weights
+    assert strategy.config["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert strategy.config["zero_optimization"]["sub_group_size"] == 77
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 5}
+    strategy = ZenFlowStrategy(config=json_config(**zero), remote_device="cpu")
+    assert strategy.zero_stage_3 and isinstance(strategy.config, dict)
+    assert {name: strategy.config["zero_optimization"][name] for name in zero} == zero
 
 
 def test_arguments_of_lightnings_strategy_still_work() -> None:
@@ -248,6 +293,12 @@ def a_pipeline() -> nn.Module:
 def test_a_model_that_cannot_be_trained_correctly_is_refused_by_name(model: nn.Module, message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         refuse_unsupported(model)
+
+
+def test_a_parameter_without_elements_is_named() -> None:
+    with pytest.raises(NotImplementedError, match=r"`0` must have elements with ZeRO stage 3 .*, got shape \[0, 3\]"):
+        refuse_empty(nn.ParameterList([torch.empty(0, 3)]))
+    refuse_empty(nn.ParameterList([torch.empty(1, 3)]))
 
 
 def test_frozen_parts_are_not_refused() -> None:
