@@ -56,6 +56,24 @@ def refuse_empty(model: nn.Module) -> None:
             )
 
 
+def refuse_deep_copies(model: nn.Module) -> None:
+    """Raises if a layer was copied while its parameters were cut already, as `nn.TransformerEncoder` does.
+
+    Raises:
+        ValueError: The message names the parameter.
+    """
+    params = dict(model.named_parameters())
+    if not any(hasattr(param, "ds_id") for param in params.values()):
+        return
+    for name, param in params.items():
+        if not hasattr(param, "ds_id") and param.numel() == 0:
+            raise ValueError(
+                f"`{name}` must be made in `configure_model` itself with ZeRO stage 3, got an empty deep copy of a parameter"
+                " that was cut before. Make each layer anew instead of copying it, as `nn.TransformerEncoder` does, or make"
+                " it in `__init__`."
+            )
+
+
 def refuse_callbacks(trainer: Any) -> None:
     """Raises if a callback of the Trainer needs what is not supported.
 

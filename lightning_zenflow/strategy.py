@@ -28,7 +28,7 @@ from lightning_zenflow.config import ZenFlowConfig, check_interval
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
-from lightning_zenflow.refusals import refuse_callbacks, refuse_empty, refuse_unsupported
+from lightning_zenflow.refusals import refuse_callbacks, refuse_deep_copies, refuse_empty, refuse_unsupported
 from lightning_zenflow.signals import postponed
 from lightning_zenflow.stats import RunFacts, StepStats
 
@@ -180,9 +180,11 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         trainer = self.lightning_module.trainer
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise ValueError(CLIP_BY_VALUE_MESSAGE)
+        if self.zero_stage_3:
+            refuse_deep_copies(self.model)
+            if self.world_size > 1:
+                refuse_empty(self.model)
         # Not the base class's method, which warns that a `configure_gradient_clipping` of one's own is ignored.
-        if self.zero_stage_3 and self.world_size > 1:
-            refuse_empty(self.model)
         if trainer.training:
             self._initialize_deepspeed_train(self.model)
         else:

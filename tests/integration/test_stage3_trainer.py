@@ -425,3 +425,16 @@ def test_a_module_that_is_used_after_fit_says_what_is_missing() -> None:
     with gathered(module.net.parameters()):
         assert module.net(batch[0]).shape == (4, 5)
     assert {param.ds_status for param in module.parameters()} == {ZeroParamStatus.NOT_AVAILABLE}  # type: ignore
+
+
+def copied_layers() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+
+
+def test_a_layer_that_is_copied_after_it_was_cut_is_named() -> None:
+    """`nn.TransformerEncoder` copies its layer, of which nothing is left then."""
+    with pytest.raises(
+        ValueError, match=r"`net\.layers\.0\..*` must be made in `configure_model` itself .* empty deep copy"
+    ):
+        fit_cut(Configured(copied_layers))
+    assert not children()
