@@ -23,7 +23,7 @@ NUMEL = 10_000_000
 BLOCKS = 4
 HYPER = Hyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 OFFLOAD_NUMEL = 1 << 22
-OFFLOAD_DOWN_PIECES, OFFLOAD_STEP_PIECES = 8, 3
+OFFLOAD_DOWN_PIECES, OFFLOAD_STEP_PIECES = 5, 2
 """How many tensors of that size: with fewer, large caches hold what a model's gradients are copied to."""
 
 

@@ -78,11 +78,10 @@ def build_engine(mode: str, model: torch.nn.Module, topk_ratio: float, stage: in
         optimizer = ZenFlowAdamW(model.parameters(), lr=1e-5)
         with installed(RunSettings(settings, 1000, worker_cores=[1])):
             return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    config["optimizer"] = {
-        "type": "AdamW",
-        "params": {"lr": 1e-5, **({"torch_adam": True} if mode in ("zero", "zero_2") else {})},
-    }
-    if mode not in ("zero", "zero_2"):
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
+    if mode in ("zero", "zero_2"):
+        config["optimizer"]["params"]["torch_adam"] = True
+    else:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     if mode == "ds_zenflow":
         zero["zenflow"] = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 _REMEDY = "Use another strategy for this model."
@@ -56,17 +58,16 @@ def refuse_empty(model: nn.Module) -> None:
             )
 
 
-def refuse_deep_copies(model: nn.Module) -> None:
+def refuse_deep_copies(model: LightningModule) -> None:
     """Raises if a layer was copied while its parameters were cut already, as `nn.TransformerEncoder` does.
 
     Raises:
         ValueError: The message names the parameter.
     """
-    params = dict(model.named_parameters())
-    if not any(hasattr(param, "ds_id") for param in params.values()):
-        return
-    for name, param in params.items():
-        if not hasattr(param, "ds_id") and param.numel() == 0:
+    if not is_overridden("configure_model", model, LightningModule):
+        return  # nothing was cut yet
+    for name, param in model.named_parameters():
+        if not hasattr(param, "ds_id") and tuple(param.shape) == (0,):
             raise ValueError(
                 f"`{name}` must be made in `configure_model` itself with ZeRO stage 3, got an empty deep copy of a parameter"
                 " that was cut before. Make each layer anew instead of copying it, as `nn.TransformerEncoder` does, or make"

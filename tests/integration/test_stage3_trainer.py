@@ -428,7 +428,7 @@ def test_a_module_that_is_used_after_fit_says_what_is_missing() -> None:
 
 
 def copied_layers() -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
 
 def test_a_layer_that_is_copied_after_it_was_cut_is_named() -> None:
