@@ -17,6 +17,10 @@ import psutil
 import pytest
 import torch
 
+# Two tests run at a time on a machine of two cores: more threads would only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 REPO = Path(__file__).resolve().parent.parent
 GRACE_SECS = 5.0
 """How long a test's leftovers may take to go away by themselves."""
