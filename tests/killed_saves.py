@@ -25,7 +25,7 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint import directory
 from lightning_zenflow.offload.watch import NOTICE_SECS
 from lightning_zenflow.shard_optimizer import ShardOptimizer
-from lightning_zenflow.zero.stored import StoresState
+from lightning_zenflow.zero.stage12 import ZenFlowZeroOptimizer
 from tests.live_training import FEATURES, Tiny, fit, say
 
 LAST = "last.ckpt"
@@ -37,7 +37,7 @@ CALLS = (
     (ZenFlowStrategy, "remove_checkpoint"),
     (ZenFlowStrategy, "reduce_boolean_decision"),
     (ShardOptimizer, "complete_host_state"),
-    (StoresState, "rounded_masters"),
+    (ZenFlowZeroOptimizer, "module_state"),
     (DeepSpeedEngine, "_copy_recovery_script"),
     (directory, "begin"),
     (directory, "commit"),
