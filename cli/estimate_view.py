@@ -142,6 +142,10 @@ def _advice(found: Estimate) -> list[str]:
             f"ZenFlow is {offload.step.step_secs / step.step_secs:.1f} times as fast as ZeRO-Offload; a step takes"
             f" {step.step_secs / step.compute_secs:.2f} times as long as its forward and backward."
         )
+    if found.machine.host_bytes is None and not found.machine.shares_memory and not plain.fits:
+        said.append(
+            f"The host's memory is not checked: ZenFlow takes {size(found.work.ranks * zenflow.host_bytes)} in all."
+        )
     if found.fits_under_zero_2:
         said.append("It fits under ZeRO-2 as well, which gathers no weights: compare --stage 2.")
     return said

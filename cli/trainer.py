@@ -54,7 +54,8 @@ class ZenFlowCLI(LightningCLI):
             "--zenflow",
             type=ZenFlowConfig,
             default=ZenFlowConfig(),
-            help="Settings of --trainer.strategy zenflow, whatever its stage",
+            help="Settings of --trainer.strategy zenflow, zenflow_stage_1, zenflow_stage_2, zenflow_stage_3 and"
+            " zenflow_stage_3_offload",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

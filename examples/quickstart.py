@@ -149,8 +149,8 @@ class Summary(Callback):
         print(f"\nTraining loss: {first:.2f} over the first {part} steps, {last:.2f} over the last {part} of {steps}.")
         print(
             f"A step took {self.step_secs / steps * 1e3:.0f} ms; training waited for the host during"
-            f" {self.stall_secs / self.step_secs:.1%} of it. Tuned to update_interval {self.intervals[0]} and select_interval"
-            f" {self.intervals[1]}."
+            f" {self.stall_secs / self.step_secs:.1%} of it. Intervals at the end: update_interval {self.intervals[0]},"
+            f" select_interval {self.intervals[1]}."
         )
 
 

@@ -1,7 +1,8 @@
 """Train models whose optimizer state lives in host memory, without the accelerator waiting for the host.
 
-Importing this package registers the strategies `zenflow`, `zenflow_stage_1` and `zenflow_stage_2` with Lightning
-(`lightning.pytorch`; the separate package `pytorch_lightning` has classes of its own and does not see them).
+Importing this package registers the strategies `zenflow`, `zenflow_stage_1`, `zenflow_stage_2`, `zenflow_stage_3` and
+`zenflow_stage_3_offload` with Lightning (`lightning.pytorch`; the separate package `pytorch_lightning` has classes of its own
+and does not see them).
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

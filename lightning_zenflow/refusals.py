@@ -75,6 +75,20 @@ def refuse_deep_copies(model: LightningModule) -> None:
             )
 
 
+def refuse_cut(model: nn.Module) -> None:
+    """Raises if parameters are cut from an earlier run under ZeRO-3, of which other stages would see nothing.
+
+    Raises:
+        ValueError: The message names a parameter.
+    """
+    for name, param in model.named_parameters():
+        if hasattr(param, "ds_id"):
+            raise ValueError(
+                f"`{name}` must be whole for ZeRO stages 1 and 2, got one that an earlier run under ZeRO-3 has cut. Make the"
+                " module anew (`load_from_checkpoint`), or use `zenflow_stage_3`."
+            )
+
+
 def refuse_callbacks(trainer: Any) -> None:
     """Raises if a callback of the Trainer needs what is not supported.
 

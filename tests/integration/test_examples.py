@@ -51,7 +51,9 @@ def test_the_quickstart_learns_and_shows_its_stall(command: list[str], tmp_path:
     first, last = map(float, summary.groups())
     assert first > 3.5
     assert last < 2.5
-    assert re.search(r"A step took \d+ ms; training waited for the host during [\d.]+% of it\. Tuned to", printed)
+    assert re.search(
+        r"A step took \d+ ms; training waited for the host during [\d.]+% of it\. Intervals at the end:", printed
+    )
     assert len(logged(tmp_path, "val_loss")) == 2
     assert len(logged(tmp_path, "zenflow/stall_ratio")) == 400 // 50
     assert logged(tmp_path, "zenflow/step")[-1] == 400

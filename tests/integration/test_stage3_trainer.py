@@ -438,3 +438,12 @@ def test_a_layer_that_is_copied_after_it_was_cut_is_named() -> None:
     ):
         fit_cut(Configured(copied_layers))
     assert not children()
+
+
+def test_a_module_that_is_cut_is_refused_by_the_other_stages() -> None:
+    module = Small()
+    fit_cut(module)
+    with pytest.raises(
+        ValueError, match=r"`net\..*` must be whole for ZeRO stages 1 and 2, got one that an earlier run"
+    ):
+        fit(module)
