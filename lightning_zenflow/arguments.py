@@ -65,7 +65,8 @@ def refuse_without_stage_3(kwargs: Mapping[str, Any], config: Mapping[str, Any])
                 f"`{name}` must be left out with ZeRO stage {stage}, got {kwargs[name]!r}: it belongs to ZeRO-3. Set"
                 " `stage` to 3, or leave it out."
             )
-    device = (zero.get("offload_param") or {}).get("device")
+    offload = zero.get("offload_param")
+    device = offload.get("device") if isinstance(offload, Mapping) else None
     if kwargs.get("remote_device") and device != "cpu":
         raise ValueError(
             f"`remote_device` must be left out without offloaded parameters, got {kwargs['remote_device']!r}: weights that"

@@ -141,6 +141,11 @@ def complete(config: dict[str, Any]) -> None:
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise ValueError(f"`stage` must be 1, 2 or 3, got {stage!r}. ZenFlow is part of ZeRO.")
     of_stage = _REFUSED_IN_STAGE_3 if stage == 3 else _REFUSED_IN_STAGES_1_AND_2
+    offload = zero.get("offload_param")
+    if offload is not None and not isinstance(offload, Mapping):
+        raise ValueError(
+            f'`zero_optimization.offload_param` must be a mapping, got {offload!r}. Write "offload_param": {{"device": "cpu"}}.'
+        )
     for path, allowed, reason in (*_REFUSED, *of_stage):
         value = _look_up(config, path, default=allowed[0])
         if not any(value is good or value == good for good in allowed):

@@ -58,6 +58,20 @@ def refuse_empty(model: nn.Module) -> None:
             )
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises if a submodule was replaced by a compiled one, whose parameters ZeRO-3 cannot gather.
+
+    Raises:
+        NotImplementedError: The message names the module.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            raise NotImplementedError(
+                f"`{name}` must not be wrapped by `torch.compile` with ZeRO stage 3. Compile it in place, with"
+                f" `self.{name}.compile()`."
+            )
+
+
 def refuse_deep_copies(model: LightningModule) -> None:
     """Raises if a layer was copied while its parameters were cut already, as `nn.TransformerEncoder` does.
 

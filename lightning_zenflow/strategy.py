@@ -30,6 +30,7 @@ from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
 from lightning_zenflow.refusals import (
     refuse_callbacks,
+    refuse_compiled,
     refuse_cut,
     refuse_deep_copies,
     refuse_empty,
@@ -187,6 +188,7 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise ValueError(CLIP_BY_VALUE_MESSAGE)
         if self.zero_stage_3:
+            refuse_compiled(self.model)
             refuse_deep_copies(self.model)
             if self.world_size > 1:
                 refuse_empty(self.model)
@@ -206,7 +208,9 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Under ZeRO-3, parameters made in `configure_model` are cut over the ranks as soon as their module is made."""
-        with self._cuts_any_module(), super().model_sharded_context():
+        from lightning_zenflow.zero.initial import gathering_inits
+
+        with self._cuts_any_module(), gathering_inits(), super().model_sharded_context():
             yield
 
     @contextmanager

@@ -47,7 +47,17 @@ class ZenFlowZero(StoresState):
 
     def __init__(self, *args: Any, settings: RunSettings, **kwargs: Any) -> None:
         self.settings = settings
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self._remove_hooks()  # nobody else can reach them, and they would call this object when the module trains again
+            raise
+
+    def _remove_hooks(self) -> None:
+        """Takes what DeepSpeed has hung on the module so far away from it."""
+        for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
+            for hook in self.__dict__.get(name, ()):
+                hook.remove()
 
     # -- what a stage adds ------------------------------------------------------------------------------------------
 

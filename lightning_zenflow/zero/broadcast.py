@@ -29,14 +29,19 @@ def any_layout() -> Iterator[None]:
 
 def _cut_param(cutter: Any, param: Any) -> None:
     """Cuts a parameter into parts of the ranks, with the weights of the first one. Whole again, it is contiguous."""
-    from deepspeed import comm as dist
-
     param.data = param.data.contiguous()
     cutter._convert_to_deepspeed_param(param)
-    group = cutter.get_partition_dp_group(param)
-    source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
-    dist.broadcast(param.data.view(-1).view(torch.uint8), source, group)
+    send_from_first(param, cutter.get_partition_dp_group(param))
     param.partition()
+
+
+def send_from_first(param: Any, group: Any) -> None:
+    """Has all ranks of a group take over the first one's values of a contiguous parameter."""
+    from deepspeed import comm as dist
+
+    source = 0 if group == dist.get_world_group() else dist.get_global_rank(group, 0)
+    # As bytes, since not every backend sends 16-bit floats.
+    dist.broadcast(param.data.view(-1).view(torch.uint8), source, group)
 
 
 def _broadcast_model(engine: Any) -> None:

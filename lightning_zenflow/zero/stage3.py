@@ -78,6 +78,11 @@ class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
             yield partition, slice(start, start + flat.numel())
             start += flat.numel()
 
+    def _remove_hooks(self) -> None:
+        super()._remove_hooks()
+        if "parameter_offload" in self.__dict__:
+            self.parameter_offload.destroy()
+
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:

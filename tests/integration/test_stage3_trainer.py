@@ -37,6 +37,7 @@ from tests.modules import (
     fit,
     fit_plainly,
     masters,
+    strategy_of,
     three_groups,
     trainer,
     weights,
@@ -447,3 +448,47 @@ def test_a_module_that_is_cut_is_refused_by_the_other_stages() -> None:
         ValueError, match=r"`net\..*` must be whole for ZeRO stages 1 and 2, got one that an earlier run"
     ):
         fit(module)
+
+
+class Initialised(Configured):
+    """Gives its weights values once they are cut."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.tensor(3.0))
+            torch.manual_seed(5)
+            nn.init.xavier_uniform_(self.net[0].weight)  # type: ignore[index]
+            nn.init.constant_(self.net[0].bias, 0.25)  # type: ignore[index]
+            nn.init.zeros_(self.net[2].weight)  # type: ignore[index]
+
+
+def test_values_given_by_torchs_init_in_configure_model_are_there() -> None:
+    whole = Initialised()
+    whole.configure_model()
+    late = Initialised()
+    trainer(strategy=cut_strategy(), max_epochs=1).predict(late, batches(1))
+    with gathered(late.parameters()):
+        for (name, param), expected in zip(late.named_parameters(), whole.parameters(), strict=True):
+            assert hasattr(param, "ds_id") and torch.equal(param, expected), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_start_that_fails_leaves_a_module_that_trains_as_if_nothing_had_happened(stage: int) -> None:
+    plain, module = Small(), Small()
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10}}
+    fit(plain, strategy=strategy_of(OFTEN, config=config))
+    with pytest.raises(RuntimeError, match="`worker_cores` must be"):
+        fit(module, strategy=strategy_of({**OFTEN, "worker_cores": [4095]}, config=config))
+    assert not children()
+    fit(module, strategy=strategy_of(OFTEN, config=config))
+    with gathered([*plain.parameters(), *module.parameters()]):
+        for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_compiled_submodule_is_refused_by_name() -> None:
+    module = Small()
+    module.net[0] = torch.compile(module.net[0])  # type: ignore[index, operator]
+    with pytest.raises(NotImplementedError, match=r"`net\.0` must not be wrapped .* with `self\.net\.0\.compile\(\)`"):
+        fit_cut(module)

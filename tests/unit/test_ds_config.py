@@ -237,3 +237,11 @@ def test_an_optimizer_block_means_what_deepspeed_means(block: dict[str, Any], ex
 def test_an_optimizer_block_that_is_not_supported_is_named(block: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ds_config.optimizer_settings(block)
+
+
+@pytest.mark.parametrize("value", ["cpu", True])
+def test_offload_param_must_be_a_mapping(value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"`zero_optimization.offload_param` must be a mapping, got .*\"device\": \"cpu\""
+    ):
+        ds_config.complete({"zero_optimization": {"stage": 3, "offload_param": value}})
