@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, Reduce
 
 from lightning_zenflow.callbacks import AutoTuner
 from lightning_zenflow.checkpoint.errors import CheckpointError
+from tests.integration.test_trainer_life import children
 from tests.modules import CLASSES, EXPECTED_WARNINGS, FEATURES, Small, batches, three_groups, two_layers
 from tests.resuming import (
     BATCHES,
@@ -424,7 +424,7 @@ def test_another_model_is_refused_by_the_name_of_what_differs(name: str, tmp_pat
     run(Case(), tmp_path, [3])
     with pytest.raises((CheckpointError, ValueError), match=message):
         run(Case(module=module), resume=tmp_path / "3.ckpt")
-    assert [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert children() == []
 
 
 def test_a_parameter_that_was_frozen_then_is_refused(tmp_path: Path) -> None:

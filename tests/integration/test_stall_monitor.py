@@ -31,7 +31,7 @@ def lines(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 
 def test_every_step_is_recorded_with_its_parts_and_when_they_happened(tmp_path: Path) -> None:
-    with host_that_takes(0.002, 0.1):
+    with host_that_takes(0.002, 0.2):
         made = fit(
             Small(),
             batches(24),
