@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import warnings
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def test_every_step_is_recorded_with_its_parts_and_when_they_happened(tmp_path: 
     assert all(0 < step["deferred_mass_ratio"] < 1 for step in steps if step["reselected"])
     assert steps[-1]["grad_norm_clipped"] == pytest.approx(0.1, rel=1e-4)
     assert steps[-1]["grad_norm"] > 0.1
+    told_ratios: list[float] = []
     for before, step in itertools.pairwise(steps):
         assert step["begin_secs"] >= before["begin_secs"] + before["step_secs"] - 1e-3, "a clock that only goes forward"
         device = [span for span in step["spans"] if span[0] == "device"]
@@ -60,8 +62,10 @@ def test_every_step_is_recorded_with_its_parts_and_when_they_happened(tmp_path: 
         assert {"forward and backward", "gradient norm", "launch", "optimizer", "write weights"} <= {
             s[1] for s in inside
         }
-        assert sum(secs for *_, secs in inside) + waited == pytest.approx(step["step_secs"], rel=0.2, abs=3e-3)
+        told_ratios.append((sum(secs for *_, secs in inside) + waited) / step["step_secs"])
         assert ("select" in {span[1] for span in device}) == step["reselected"]
+    # The parts are the whole, but for moments in which a busy machine does something else.
+    assert max(told_ratios) < 1.01 and statistics.median(told_ratios) > 0.8, told_ratios
     host = [span for step in steps for span in step["spans"] if span[0] == "host"]
     assert {name for _, name, *_ in host} == {"accumulate", "update"}
     assert all(after[2] >= span[2] + span[3] - 1e-5 for span, after in itertools.pairwise(host)), "one at a time"
