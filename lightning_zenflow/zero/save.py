@@ -61,14 +61,12 @@ class Saving:
                         engine, zero, weights_only=weights_only, with_partial_step=with_partial_step
                     )
                     self._write(parts)
-            model = files.model_file(engine, client_state, exclude_frozen=exclude_frozen)
-            with self._step("write the weights"):
-                self._write(model)
+            with self._step("write the weights"):  # from the gathering on: what fails here is told to the other ranks
+                self._write(files.model_file(engine, client_state, exclude_frozen=exclude_frozen))
                 if self._rank == 0:
                     if zero is not None:
                         engine._copy_recovery_script(str(self._staging))
                     (self._staging / "latest").write_text(directory.TAG)
-            del model
             facts = self._facts(zero, weights_only)
             with self._step("move it into place"):
                 if self._rank == 0:

@@ -106,6 +106,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
         elif param.ds_numel > 0 and getattr(param, "ds_grad_is_ready", True):
             stream = self.reduce_and_partition_stream
             if not get_accelerator().resolves_data_dependency():
+                # The side stream may read the gradient only once backward has written it.
                 stream.wait_stream(get_accelerator().current_stream())
             with get_accelerator().stream(stream):
                 self.partition_grads([param], [param.grad.view(-1)])
@@ -123,6 +124,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
                     " got two. Activation checkpointing does that to a layer that is used twice: pass"
                     " `use_reentrant=False` to it, or set `contiguous_gradients` to False."
                 )
+            # The sum of both is reduced only once backward has written it.
             self.reduce_and_partition_stream.wait_stream(get_accelerator().current_stream())
 
     def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -27,6 +28,7 @@ from tests.modules import (
     batches,
     fit,
     masters,
+    strategy_of,
     trainer,
     weights,
 )
@@ -264,6 +266,21 @@ def test_a_full_disk_stops_the_run_in_words_and_keeps_the_checkpoint_before(
         fit(Small(), callbacks=[SavesAt(path, 6)])
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_module_whose_state_cannot_be_had_fails_the_save_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """Told to the others by `Saving`, not raised past it: they would wait for a rank that is gone."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("no state")
+
+    monkeypatch.setattr(DeepSpeedEngine, "module_state_dict", fails)
+    with pytest.raises(CheckpointError, match=r"rank 0 could not write the weights: no state.*is untouched"):
+        fit(Small(), strategy=strategy_of(OFTEN, stage=stage), callbacks=[SavesAt(tmp_path / "last.ckpt", 4)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_path_is_answered_with_what_was_expected(tmp_path: Path) -> None:
