@@ -43,7 +43,23 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise NotImplementedError(f"Complex parameter `{name}` is not supported by ZenFlow. {_REMEDY}")
 
 
-def refuse_empty(model: nn.Module) -> None:
+def refuse_for_stage(model: LightningModule, ranks: int, *, is_stage_3: bool) -> None:
+    """Raises if the module, as it is before an engine is built, does not fit the ZeRO stage.
+
+    Raises:
+        NotImplementedError: Stage 3 cannot gather a parameter; the message names it.
+        ValueError: A parameter is cut, or a copy of one, where it must not be; the message names it.
+    """
+    if not is_stage_3:
+        _refuse_cut(model)
+        return
+    _refuse_compiled(model)
+    _refuse_deep_copies(model)
+    if ranks > 1:
+        _refuse_empty(model)
+
+
+def _refuse_empty(model: nn.Module) -> None:
     """Raises if a parameter has no elements, which DeepSpeed fails to gather from several ranks under ZeRO-3.
 
     Raises:
@@ -58,7 +74,7 @@ def refuse_empty(model: nn.Module) -> None:
             )
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def _refuse_compiled(model: nn.Module) -> None:
     """Raises if a submodule was replaced by a compiled one, whose parameters ZeRO-3 cannot gather.
 
     Raises:
@@ -72,7 +88,7 @@ def refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def refuse_deep_copies(model: LightningModule) -> None:
+def _refuse_deep_copies(model: LightningModule) -> None:
     """Raises if a layer was copied while its parameters were cut already, as `nn.TransformerEncoder` does.
 
     Raises:
@@ -89,7 +105,7 @@ def refuse_deep_copies(model: LightningModule) -> None:
             )
 
 
-def refuse_cut(model: nn.Module) -> None:
+def _refuse_cut(model: nn.Module) -> None:
     """Raises if parameters are cut from an earlier run under ZeRO-3, of which other stages would see nothing.
 
     Raises:

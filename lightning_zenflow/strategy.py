@@ -28,14 +28,7 @@ from lightning_zenflow.config import ZenFlowConfig, check_interval
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
-from lightning_zenflow.refusals import (
-    refuse_callbacks,
-    refuse_compiled,
-    refuse_cut,
-    refuse_deep_copies,
-    refuse_empty,
-    refuse_unsupported,
-)
+from lightning_zenflow.refusals import refuse_callbacks, refuse_for_stage, refuse_unsupported
 from lightning_zenflow.signals import postponed
 from lightning_zenflow.stats import RunFacts, StepStats
 
@@ -187,13 +180,7 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
         trainer = self.lightning_module.trainer
         if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise ValueError(CLIP_BY_VALUE_MESSAGE)
-        if self.zero_stage_3:
-            refuse_compiled(self.model)
-            refuse_deep_copies(self.model)
-            if self.world_size > 1:
-                refuse_empty(self.model)
-        else:
-            refuse_cut(self.model)
+        refuse_for_stage(self.model, self.world_size, is_stage_3=self.zero_stage_3)
         # Not the base class's method, which warns that a `configure_gradient_clipping` of one's own is ignored.
         if trainer.training:
             self._initialize_deepspeed_train(self.model)

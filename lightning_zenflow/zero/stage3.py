@@ -154,14 +154,10 @@ class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
             get_accelerator().synchronize()  # copies of weights that the host is about to overwrite
 
     def _exchange(self, outcome: Outcome) -> None:
-        self._gather_persistent()
+        self.gather_weights()
 
     def gather_weights(self) -> None:
-        self._release_weights()
-        self._gather_persistent()
-
-    def _gather_persistent(self) -> None:
-        """Small parameters stay gathered between steps."""
+        """Small parameters stay gathered between steps; all must have been cut before the weights changed."""
         # The copies that the ranks of a machine keep (hpZ) are of older weights, and must not be gathered again.
         self.invalidate_secondary_tensor()
         if self.persistent_parameters:

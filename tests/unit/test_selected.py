@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -91,18 +93,25 @@ def test_device_memory_is_fourteen_bytes_a_selected_element() -> None:
     assert sum(tensor.nbytes for tensor in tensors) == 14 * state.layout.numel
 
 
-def test_weights_on_another_device_are_written_there_and_nowhere_else() -> None:
+def test_weights_on_another_device_are_written_there_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameter offload: the device's state is read back first. `cpu:0` is not `cpu`, but one memory."""
-    shard = table(0)
+    shard, used, unpack = table(0), [], SelectedLayout.unpack
+
+    def watched(layout: SelectedLayout, *arguments: Any) -> None:
+        used.append(layout)
+        unpack(layout, *arguments)
+
+    monkeypatch.setattr(SelectedLayout, "unpack", watched)
     elsewhere, here = (SelectedState(shard, torch.bfloat16, CPU, torch.device(name)) for name in ("cpu:0", "cpu"))
     there = host(shard.numel)
     written = []
     for state in (elsewhere, here):
         state.fetch(there, COLUMNS)
-        assert (state._weights_layout is state.layout) == (state is here)
         weights = torch.zeros(shard.numel, dtype=torch.bfloat16)
         state.write_masters(lambda piece, weights=weights: weights[piece.start : piece.stop])  # type: ignore[misc]
         written.append(weights)
+        # With its column indices where the weights are, which indices on the device could not address.
+        assert (used[-1] is state.layout) == (state is here)
     positions = selected_elements(shard)
     expected = torch.zeros(shard.numel, dtype=torch.bfloat16)
     expected[positions] = there.master[positions].bfloat16()

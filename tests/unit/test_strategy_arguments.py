@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.environment import cores_of_worker
-from lightning_zenflow.refusals import refuse_empty, refuse_unsupported
+from lightning_zenflow.refusals import refuse_for_stage, refuse_unsupported
 
 
 def strategy_of(zenflow: Any, **arguments: Any) -> ZenFlowStrategy:
@@ -295,10 +295,19 @@ def test_a_model_that_cannot_be_trained_correctly_is_refused_by_name(model: nn.M
         refuse_unsupported(model)
 
 
+def holding(tensor: torch.Tensor) -> LightningModule:
+    module = LightningModule()
+    module.own = nn.ParameterList([tensor])
+    return module
+
+
 def test_a_parameter_without_elements_is_named() -> None:
-    with pytest.raises(NotImplementedError, match=r"`0` must have elements with ZeRO stage 3 .*, got shape \[0, 3\]"):
-        refuse_empty(nn.ParameterList([torch.empty(0, 3)]))
-    refuse_empty(nn.ParameterList([torch.empty(1, 3)]))
+    with pytest.raises(
+        NotImplementedError, match=r"`own.0` must have elements with ZeRO stage 3 .*, got shape \[0, 3\]"
+    ):
+        refuse_for_stage(holding(torch.empty(0, 3)), 2, is_stage_3=True)
+    refuse_for_stage(holding(torch.empty(1, 3)), 2, is_stage_3=True)
+    refuse_for_stage(holding(torch.empty(0, 3)), 1, is_stage_3=True)  # a single rank gathers nothing
 
 
 def test_frozen_parts_are_not_refused() -> None:
