@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +22,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from lightning_zenflow import arguments, ds_config
-from lightning_zenflow.any_accelerator import AnyAcceleratorStrategy
+from lightning_zenflow.checkpointing import CheckpointingStrategy
 from lightning_zenflow.config import ZenFlowConfig, check_interval
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
 from lightning_zenflow.refusals import refuse_callbacks, refuse_for_stage, refuse_unsupported
-from lightning_zenflow.signals import postponed
 from lightning_zenflow.stats import RunFacts, StepStats
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_zenflow.zero.adapter import ZenFlowZero
 
 
-class ZenFlowStrategy(AnyAcceleratorStrategy):
+class ZenFlowStrategy(CheckpointingStrategy):
     """Trains with ZeRO stage 1, 2 or 3 and the optimizer state in host memory, without waiting for the host.
 
     Use it as `Trainer(strategy="zenflow")` after `import lightning_zenflow`, or make one with settings. The module's own
@@ -462,120 +460,6 @@ class ZenFlowStrategy(AnyAcceleratorStrategy):
                 f"`{name}` must be called while `trainer.fit` runs. Use the hook `on_before_optimizer_step`."
             )
         return self._zero
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: DeepSpeed writes the optimizer state itself, and Lightning's copy would be thrown away."""
-        return {}
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint directory in DeepSpeed's layout. Training goes on as if nothing had been saved.
-
-        Every rank must call it. The directory appears as a whole once all ranks have written, or not at all. After `fit` it
-        holds everything as well, as `fit` left it, until the next run of the Trainer.
-
-        Raises:
-            CheckpointError: It could not be written; what was there before is untouched.
-            TypeError: `storage_options` is given, which DeepSpeed's layout has no use for.
-        """
-        from lightning_zenflow.zero.save import Saving
-
-        if storage_options is not None:
-            raise TypeError(f"`storage_options` must be None with ZenFlow, got {storage_options!r}. Leave it out.")
-        target = Path(self.broadcast(os.fspath(filepath)))
-        self._refuse_save(target)
-        if self._is_complete and self._zero is not None:
-            self._zero.adopt_weights()
-        if self._batch_is_open and self.lightning_module and self.lightning_module.trainer.accumulate_grad_batches > 1:
-            rank_zero_warn(
-                f"{str(target)!r} is saved between the backward pass of a micro-batch and the end of it, and does not hold"
-                " gradients of earlier micro-batches of this step. Save in `on_train_batch_end` to resume exactly."
-            )
-        with postponed():  # a handler that saves as well must wait until this is done
-            saving = Saving(target, self.global_rank, self.reduce_boolean_decision)
-            saving.run(
-                self.deepspeed_engine,
-                {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")},
-                weights_only="optimizer_states" not in checkpoint,
-                with_partial_step=not self._batch_is_open,
-                exclude_frozen=self.exclude_frozen_parameters,
-            )
-
-    def _refuse_save(self, target: Path) -> None:
-        """Raises if nothing can be saved now; says so if it is not all."""
-        from lightning_zenflow.checkpoint.errors import CheckpointError
-
-        if not hasattr(self.model, "module_state_dict"):
-            raise CheckpointError(
-                f"{str(target)!r} was not saved: the strategy is not set up yet. Save from the hook `on_fit_start` on."
-            )
-        if self._zero is None:
-            rank_zero_warn(
-                f"{str(target)!r} holds the weights alone: to be able to resume, save after `fit` and before `validate`,"
-                " `test` or `predict`."
-            )
-        elif self._zero.is_freed:
-            raise CheckpointError(
-                f"{str(target)!r} was not saved: `fit` ended with an exception, and its state with it. Save in time with"
-                " ModelCheckpoint(save_on_exception=True)."
-            )
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Resumes `fit` where the checkpoint was saved; loads the masters' weights for `validate`, `test` and `predict`.
-
-        Args:
-            checkpoint_path: A directory that `ZenFlowStrategy` or Lightning's `DeepSpeedStrategy` has written. Under ZeRO-3
-                with `load_full_weights` also a single file with the whole `state_dict`: then the masters are its values,
-                and the moments begin at zero.
-            weights_only: Whether its files must hold nothing but tensors and plain types.
-
-        Raises:
-            CheckpointError: It is not there, damaged, or of another model; the message names it and what to do.
-        """
-        from lightning_zenflow.checkpoint import directory
-        from lightning_zenflow.checkpoint.whole_file import load_whole_file
-        from lightning_zenflow.zero.load import evaluate, resume
-
-        assert self.lightning_module is not None
-        path = Path(checkpoint_path)
-        self._loads_whole_file = self.load_full_weights and self.zero_stage_3 and path.is_file()
-        if self._loads_whole_file:
-            return load_whole_file(path, weights_only)  # its weights are loaded once hooks have seen it
-        directory.verify(path)
-        load = resume if self.lightning_module.trainer.state.fn == TrainerFn.FITTING else evaluate
-        strict = self.lightning_module.strict_loading
-        client_state = load(self.deepspeed_engine, path, strict=strict, weights_only=weights_only)
-        self._skipped_steps_logged = self.step_stats.skipped_steps
-        return dict(client_state)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the weights of a single file; those of a directory are there already. Every rank must call it.
-
-        Raises:
-            CheckpointError: They are of another model.
-        """
-        from lightning_zenflow.zero.load import begin_with
-
-        if self._loads_whole_file:
-            begin_with(self.deepspeed_engine, checkpoint, strict=strict)
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """No: `load_checkpoint` has restored it. Says so where it could not, since the checkpoint is a single file."""
-        if self._loads_whole_file:
-            rank_zero_warn(
-                "`ckpt_path` is a single file, so Adam's moments begin at zero. To resume with them, pass the directory that"
-                " `Trainer.save_checkpoint` or `ModelCheckpoint` wrote."
-            )
-        return False
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint that is no longer wanted: as a whole, or not at all."""
-        from lightning_zenflow.checkpoint import directory
-
-        if self.is_global_zero:
-            directory.remove(Path(filepath))
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
