@@ -180,10 +180,10 @@ def host_memory() -> Check:
     """The tightest limit on host memory, and how many parameters fit under it."""
     tightest = min(host_limits(), key=lambda limit: limit.nbytes, default=None)
     if tightest is None:
-        remedy = "Count 21 bytes per parameter yourself, 23 with parameters offloaded under ZeRO-3."
+        remedy = "Count 18 bytes per parameter yourself, 20 with parameters offloaded under ZeRO-3."
         return Check("Host memory", "warn", "not known: no /proc/meminfo", remedy)
     numel = 10**9
-    per_param = ArenaLayout(numel, torch.bfloat16, BLOCKS).nbytes / numel
+    per_param = ArenaLayout(numel, torch.bfloat16, BLOCKS).touched_nbytes / numel
     with_weights = per_param + torch.bfloat16.itemsize
     params = tightest.nbytes / per_param
     numbers = {

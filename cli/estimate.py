@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
+from lightning_zenflow.config import MAX_UPDATE_INTERVAL_STEPS
 from lightning_zenflow.work import Work
 
 from .console import Parser, quiet_deepspeed, write
@@ -25,7 +26,7 @@ Rates are measured on this machine in some 8 seconds, or those of a --preset: da
 {UTILISATION_RATIO:.0%} count for compute, {LINK_RATIO:.0%} for the link and {MEMORY_RATIO:.0%} for memory. For example:
 lightning-zenflow estimate 7B --preset h100 --batch-tokens 8192"""
 
-MOST = {"devices": 10**6, "batch_tokens": 10**12, "update_interval": 10**6, "cores": 10**4}
+MOST = {"devices": 10**6, "batch_tokens": 10**12, "update_interval": MAX_UPDATE_INTERVAL_STEPS, "cores": 10**4}
 """Far above every machine and run there is; what is larger is a slip, and formulas in floats need not bear it."""
 
 RATES, LEAST_RATE, MOST_RATE = ("device_flops", "link_bandwidth", "host_bandwidth"), 1e3, 1e21
@@ -67,6 +68,8 @@ def _parser() -> Parser:
     add("--checkpointing", action="store_true", help="Backward computes the forward pass again")
     add("--precision", type=Literal["bf16", "fp16", "fp32"], default="bf16", help="Of weights and gradients")
     add("--topk-ratio", type=ClosedUnitInterval, default=0.1, help="Share of each matrix's columns on the device")
+    moments = "What the host keeps moments in: bf16 takes 4 bytes less per parameter; times are those of fp32"
+    add("--moments", type=Literal["fp32", "bf16"], default="fp32", help=moments)
     interval = "Steps in which every deferred element is updated once; default: the fewest with which the host keeps up"
     add("--update-interval", type=PositiveInt | None, help=interval)
     add("--preset", type=PresetName, default="here", help="This machine, measured, or another one by name")
@@ -129,4 +132,6 @@ def _estimate(options: Namespace) -> Estimate:
         machine = here(tokens, options.precision, options.topk_ratio, work.ranks, options.cores, given)
     else:
         machine = by_name(options.preset, options.precision, options.cores, given)
-    return estimate(size, work, options.precision, options.topk_ratio, machine, options.update_interval)
+    return estimate(
+        size, work, options.precision, options.topk_ratio, machine, options.update_interval, options.moments
+    )

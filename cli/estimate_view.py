@@ -56,10 +56,11 @@ def _heading(found: Estimate) -> list[tuple[str, str]]:
         f"{flops / 1e12:.3g} TFLOP/s; per element {1e9 * rates.down_secs:.2g} ns to the host,"
         f" {1e9 * rates.accumulate_secs:.2g} ns to accumulate and {1e9 * rates.update_secs:.2g} ns to update on {cores}"
     )
+    moments = "" if found.moments == "fp32" else f" with moments in {found.moments}"
     counted = f"{work.numel:,} trainable parameters{vectors}"
     return [
         ("Model", counted if found.size.title.endswith("parameters") else f"{found.size.title}: {counted}"),
-        ("Step", f"{work.tokens:,} tokens per device{batches}, {found.precision}, {devices}, {_stage(work)}"),
+        ("Step", f"{work.tokens:,} tokens per device{batches}, {found.precision}{moments}, {devices}, {_stage(work)}"),
         ("Machine", f"{machine.title}: {speeds}"),
     ]
 
@@ -120,7 +121,9 @@ def _advice(found: Estimate) -> list[str]:
     )
     said = [f"Intervals: update_interval {found.update_interval}, {selects}."]
     if found.select_bytes:
-        said.append(f"To select, a device receives {size(found.select_bytes)} of scores from the others.")
+        scores, weights = found.score_bytes, found.select_bytes - found.score_bytes
+        parts = [f"{size(nbytes)} of {what}" for nbytes, what in ((scores, "scores"), (weights, "weights")) if nbytes]
+        said.append(f"To select, a device receives {' and '.join(parts)} from the others.")
     if found.update_interval > FRESH_INTERVAL_STEPS:
         said.append(
             f"Updates come up to {found.update_interval} steps late: above {FRESH_INTERVAL_STEPS}, high learning rates lose"

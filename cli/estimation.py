@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_zenflow import costs, footprint, recommended, traffic
 from lightning_zenflow.costs import Step
 from lightning_zenflow.footprint import Footprint
-from lightning_zenflow.offload.layout import ArenaLayout
+from lightning_zenflow.offload.layout import MOMENTS_DTYPES, ArenaLayout
 from lightning_zenflow.traffic import Traffic
 from lightning_zenflow.work import Work
 
@@ -49,7 +49,8 @@ class Estimate:
         update_interval: As recommended or given, in steps.
         select_interval: As recommended, in steps; `None` if there is nothing to choose: none or all are selected.
         barrier_secs: One re-selection.
-        select_bytes: What a rank receives from the others to choose; 0 if the columns are not known.
+        score_bytes: What a rank receives from the others to choose; 0 if the columns are not known.
+        select_bytes: What it receives from them for a re-selection in all.
         fits_under_zero_2: Whether ZenFlow under ZeRO-3 was asked for although it fits under ZeRO-2.
         zenflow: This package, between two re-selections.
         zero_offload: DeepSpeed's ZeRO-Offload.
@@ -60,10 +61,12 @@ class Estimate:
     work: Work
     precision: str
     topk_ratio: float
+    moments: str
     machine: Machine
     update_interval: int
     select_interval: int | None
     barrier_secs: float
+    score_bytes: int
     select_bytes: int
     fits_under_zero_2: bool
     zenflow: Method
@@ -82,7 +85,13 @@ class Estimate:
 
 
 def estimate(
-    size: Size, work: Work, precision: str, topk_ratio: float, machine: Machine, update_interval: int | None = None
+    size: Size,
+    work: Work,
+    precision: str,
+    topk_ratio: float,
+    machine: Machine,
+    update_interval: int | None = None,
+    moments: str = "fp32",
 ) -> Estimate:
     """Computes all of it.
 
@@ -93,13 +102,16 @@ def estimate(
         topk_ratio: Share of the columns on the device.
         machine: The machine.
         update_interval: In steps; `None` for the smallest the host keeps up with.
+        moments: `moments_dtype` of the config. Only memory depends on it: the rates are those of moments in fp32.
     """
     rates, selects = machine.rates, 0 < topk_ratio < 1
     interval = update_interval or recommended.smallest_update_interval(work, rates)
-    arena = ArenaLayout(work.shard_numel, DTYPES[precision], interval)
+    arena = ArenaLayout(work.shard_numel, DTYPES[precision], interval, MOMENTS_DTYPES[moments])
     plain = replace(work, offload_parameters=False)
     under_2 = replace(plain, stage=2)
-    fits_under_2 = _fits(machine, work.ranks, footprint.zenflow_device(under_2, rates).total_bytes, arena.nbytes)
+    fits_under_2 = _fits(
+        machine, work.ranks, footprint.zenflow_device(under_2, rates).total_bytes, arena.touched_nbytes
+    )
 
     def method(name: str, step: Step, moved: Traffic, device: Footprint, host_bytes: int) -> Method:
         fits = _fits(machine, work.ranks, device.total_bytes, host_bytes)
@@ -110,10 +122,12 @@ def estimate(
         work=work,
         precision=precision,
         topk_ratio=topk_ratio,
+        moments=moments,
         machine=machine,
         update_interval=interval,
         select_interval=recommended.smallest_select_interval(work, rates, interval) if selects else None,
         barrier_secs=recommended.barrier_secs(work, rates, interval),
+        score_bytes=traffic.score_bytes(work) if selects else 0,
         select_bytes=traffic.select_bytes(work) if selects else 0,
         fits_under_zero_2=work.stage == 3 and fits_under_2,
         zenflow=method(
@@ -121,7 +135,7 @@ def estimate(
             costs.zenflow(work, rates, interval),
             traffic.zenflow(work, interval),
             footprint.zenflow_device(work, rates),
-            arena.nbytes + footprint.host_weights_bytes(work),
+            arena.touched_nbytes + footprint.host_weights_bytes(work),
         ),
         zero_offload=method(
             "ZeRO-Offload",

@@ -14,10 +14,13 @@ from .console import quiet_deepspeed
 from .trainer import ZenFlowCLI
 
 TOOLS = {
+    "bench": "Measures ZenFlow on this machine, side by side with what you would pick instead.",
     "doctor": "Tells what this machine can do, and whether ZenFlow will run on it.",
     "estimate": "Tells memory, step time and intervals of a model, before a machine is rented.",
     "export": "Writes the weights of a checkpoint into one file, for load_from_checkpoint or as safetensors.",
+    "growth": "Measures how ZenFlow's own cost grows with parameters, tensors, cores and ranks on this machine.",
     "report": "Draws where the time of a recorded run went.",
+    "simulate": "Compares ZenFlow with other schedules on a simulated device, beside this machine's real host.",
 }
 """Subcommands that train nothing: each is a module of this package with a function `main`."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_zenflow.gradients import GradientInbox
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.layout import ArenaLayout
-from lightning_zenflow.offload.protocol import Accumulated
+from lightning_zenflow.offload.protocol import Accumulated, Gradient
 from lightning_zenflow.rates import Rates
 from lightning_zenflow.schedule import Schedule, block_range
 from lightning_zenflow.selected import HostState, SelectedState
@@ -61,8 +61,7 @@ class Stage:
         for number, param in enumerate(params):
             specs.append(ParamSpec(str(number), tuple(param.shape), 0, numel))
             numel += param.numel()
-        on_cpu = device().type == "cpu"
-        table = ShardTable.build(specs, [numel], 0, 1 << 18 if on_cpu else 1 << 62)
+        table = ShardTable.build(specs, [numel], 0)
         self.client = HostClient.start(
             ArenaLayout(numel, dtype, BLOCKS),
             [numel],
@@ -77,7 +76,7 @@ class Stage:
         self.selected = SelectedState(table, dtype, device())
         self.selected.fetch(self._host_state, self._columns)
         self._transfers = Transfers()
-        self._inbox = GradientInbox(table, self.selected, self._transfers, device())
+        self._inbox = GradientInbox(table, self.selected, self._transfers, device(), arena.slot, self.client.wait_slot)
         self._flat = torch.cat([param.detach().view(-1) for param in params])
         self._weights = ShardWeights(table, [self._flat])
         self._schedule = Schedule(BLOCKS, None)
@@ -116,8 +115,7 @@ class Stage:
         """Step `number` (from 1): the calls of `ShardOptimizer`, in its order."""
         client, plan = self.client, self._schedule.plan(number)
         assert plan.block is not None
-        client.wait_slot(number % 2)
-        self._inbox.open(client.arena.slots[number % 2], selecting=False)
+        self._inbox.open(selecting=False)
         self._received_secs = 0.0
         begin = self._now()
         self.model(x).backward()
@@ -125,8 +123,8 @@ class Stage:
         begin = self._now()
         self._inbox.finish().item()
         self._secs["down"].append(self._now() - begin + self._received_secs)
-        client.accumulate(number % 2, 1.0, (HYPER.lr,))
-        client.update(plan.block, number % 2, number, plan.look_ahead, (HYPER,))
+        gradient = Gradient(1.0, (HYPER.lr,))
+        client.update(plan.block, number % 2, number, plan.look_ahead, (HYPER,), gradient, others=True)
         with self._timed("device_adamw"):
             self.selected.update((HYPER,), 1.0, number)
         while client.outstanding > plan.lag:
@@ -146,7 +144,7 @@ class Stage:
         """What a re-selection moves, without its settling."""
         self.client.drain()  # nobody else may write to the host's state
         with self._timed("move"):
-            self.selected.send_home(self._host_state)
+            self.selected.send_home(self._host_state, 1)
             self.selected.fetch(self._host_state, self._columns)
 
     def parts(self) -> Parts:
@@ -182,16 +180,16 @@ def rehearse(
                 stage.step(x, number)
             stage.move()
         numel, chosen = stage.model.numel, max(1, stage.selected.layout.numel)
-        parts = stage.parts()
+        block, parts = -(-numel // BLOCKS), stage.parts()
     finally:
         stage.close()
     return Rates(
         compute_flops=alone.flops,
         beside_flops=6 * numel * alone.tokens / parts.compute,
         down_secs=parts.down / numel,
-        up_secs=parts.up / -(-numel // BLOCKS),
-        accumulate_secs=parts.accumulate / numel,
-        update_secs=parts.update / -(-numel // BLOCKS),
+        up_secs=parts.up / block,
+        accumulate_secs=parts.accumulate / (numel - block),
+        update_secs=parts.update / block,
         device_adamw_secs=parts.device_adamw / chosen,
         write_secs=parts.write / chosen,
         move_secs=parts.move / chosen,

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow import AutoTuner, StallMonitor, ZenFlowConfig, ZenFlowStrategy
 
 from .messages import in_our_words
 
@@ -62,20 +62,21 @@ class ZenFlowCLI(LightningCLI):
         """Parses the arguments and settles which settings the strategy gets."""
         super().parse_arguments(parser, args)
         self._or_exit(_give_settings_to_strategy, self.config.get(self.config.get("subcommand"), self.config))
-        parser.add_instantiator(self._create_strategy, ZenFlowStrategy, subclasses=True)
+        for refuses_in_words in (ZenFlowStrategy, AutoTuner, StallMonitor):
+            parser.add_instantiator(self._create, refuses_in_words, subclasses=True)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Creates the Trainer; a ZenFlow strategy given by name is made from the section `zenflow`."""
         named = _named_strategy(self._get(self.config, "trainer").strategy)
         if named is not None and "strategy" not in kwargs:
             strategy_class, arguments = named
-            kwargs["strategy"] = self._create_strategy(
+            kwargs["strategy"] = self._create(
                 strategy_class, zenflow=self._get(self.config_init, "zenflow"), **arguments
             )
         return super().instantiate_trainer(**kwargs)
 
-    def _create_strategy(self, strategy_class: type[T], *args: Any, **kwargs: Any) -> T:
-        return self._or_exit(strategy_class, *args, **kwargs)
+    def _create(self, wanted: type[T], *args: Any, **kwargs: Any) -> T:
+        return self._or_exit(wanted, *args, **kwargs)
 
     def _or_exit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Calls `function`; a setting that it refuses ends the program with that one message instead of a traceback."""

@@ -78,7 +78,7 @@ def adamw_(
     if weight.numel() == 0:
         return
     # The kernel corrects by 1 - beta**step with the betas it is given: (beta**n)**(clock / n) is beta**clock.
-    step = torch.tensor(clock / steps, dtype=torch.float32, device=weight.device)
+    step = torch.full((), clock / steps, dtype=torch.float32, device=weight.device)  # filled there: nothing waits
     kernel = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
     kernel(
         [weight],

@@ -12,8 +12,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_zenflow.environment import check_accelerator
 
 
-class AnyAcceleratorStrategy(DeepSpeedStrategy):
-    """`DeepSpeedStrategy` without its three places that refuse everything but CUDA."""
+class _AnyAcceleratorStrategy(DeepSpeedStrategy):
+    """`DeepSpeedStrategy` without its three places that refuse everything but CUDA.
+
+    Its name is private so that command lines do not offer it as a strategy of its own.
+    """
 
     def setup_environment(self) -> None:
         """Starts the process group on CUDA, CPU, or another accelerator that DeepSpeed knows.

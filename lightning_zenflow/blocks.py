@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.offload.client import HostClient
+from lightning_zenflow.offload.protocol import Gradient
 from lightning_zenflow.schedule import block_range
 from lightning_zenflow.shard_state import ShardState
 from lightning_zenflow.stats import Timeline
@@ -43,13 +45,25 @@ class DeferredBlocks:
         """Age of the oldest gradient that the device's weights do not contain."""
         return max(0, *self._in_flight, *self._host.ledger.held)
 
-    def launch(self, block: int, clock: int, look_ahead: float, groups: tuple[Hyper, ...]) -> None:
-        """Lets the host update a block while the device goes on."""
+    def launch(
+        self,
+        block: int,
+        clock: int,
+        look_ahead: float,
+        groups: tuple[Hyper, ...],
+        gradient: Gradient | None = None,
+        *,
+        others: bool = False,
+    ) -> None:
+        """Lets the host update a block while the device goes on, with the step's gradient if it is given.
+
+        With `others`, all other blocks accumulate it.
+        """
         half = self._launched % 2
         # The half was copied to the device two blocks ago; the host must not fill it before that copy is done.
         self._transfers.wait_to_device(half)
-        self._in_flight.append(self._host.ledger.held[block])
-        self._host.update(block, half, clock, look_ahead, groups)
+        self._in_flight.append(self._host.ledger.held[block] + (gradient is not None))
+        self._host.update(block, half, clock, look_ahead, groups, gradient, others=others)
         self._launched += 1
         self.is_settled = False
 
@@ -67,22 +81,38 @@ class DeferredBlocks:
             before = self.changed
             self.changed = (min(start, before[0]), max(stop, before[1])) if any(before) else (start, stop)
 
-    def update_all(self, clock: int, groups: tuple[Hyper, ...]) -> None:
-        """Updates every block with what it holds, and shows the device the masters themselves."""
+    def update_all(
+        self,
+        clock: int,
+        groups: tuple[Hyper, ...],
+        gradient: Gradient | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Updates every block with what it holds, and a gradient, and shows the device the masters themselves.
+
+        Once the host has as much to do as the outbox can hold, `meanwhile` is called. If no block holds anything and there is
+        no gradient, the host only reads masters in that time, and does not touch moments.
+        """
         self.collect(keep=0)
         for block in range(self.count):
-            self.launch(block, clock, 0.0, groups)
+            self.launch(block, clock, 0.0, groups, gradient)
+            if block == min(1, self.count - 1):
+                meanwhile()
             self.collect(keep=1)  # the copy of one block overlaps the update of the next
         self.collect(keep=0)
         self.is_settled = True
         self.changed = (0, self._numel)
 
-    def rebuild(self, count: int) -> None:
-        """Another number of blocks, once settled.
+    def advance(self, clock: int, groups: tuple[Hyper, ...]) -> None:
+        """Lets the host update every block with what it holds; the device sees none of it until `update_all`.
 
-        Raises:
-            ValueError: The host's memory has no room for so few.
+        Does not wait: it is most of a settle, done while the device computes on.
         """
+        if any(self._host.ledger.held):
+            self._host.advance(clock, groups)
+
+    def rebuild(self, count: int) -> None:
+        """Another number of blocks, once settled."""
         for half in (0, 1):
             self._transfers.wait_to_device(half)  # the outbox halves are about to move
         self._host.rebuild(count)
@@ -98,9 +128,9 @@ class DeferredBlocks:
             "held": ledger.held,
             "lr_sums": ledger.lr_sums,
             "accumulated": [
-                (start, arena.view("accumulator", start, stop))
-                for (start, stop), held in zip(ranges, ledger.held, strict=True)
-                if held and start < stop
+                (start, arena.lane(ledger.lanes[block], stop - start))
+                for block, (start, stop) in enumerate(ranges)
+                if ledger.held[block] and start < stop
             ],
             "in_flight": list(self._in_flight),
             "waiting": [
@@ -111,11 +141,7 @@ class DeferredBlocks:
         }
 
     def reset(self, count: int) -> None:
-        """Forgets what is held and under way; waits until the worker is idle.
-
-        Raises:
-            ValueError: The host's memory has no room for so few blocks.
-        """
+        """Forgets what is held and under way; waits until the worker is idle."""
         self._host.reset()
         self._in_flight.clear()
         self._launched, self.is_settled = 0, True
@@ -124,9 +150,10 @@ class DeferredBlocks:
 
     def load_state(self, state: ShardState) -> None:
         """Goes on where `state` was taken, after `reset`."""
-        for start, gradients in state.accumulated:
-            self._host.arena.accumulator[start : start + gradients.numel()] = gradients
         self._host.restore(state.held, state.lr_sums)
+        size = self._host.arena.layout.block_numel
+        for start, gradients in state.accumulated:
+            self._host.arena.lane(self._host.ledger.lanes[start // size], gradients.numel()).copy_(gradients)
         for half, (block, values) in enumerate(state.waiting):
             self._host.arena.outboxes[half][: values.numel()] = values
             self._host.adopt(block, half)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.optimizer import Optimizer
 
-from lightning_zenflow.any_accelerator import AnyAcceleratorStrategy
+from lightning_zenflow.any_accelerator import _AnyAcceleratorStrategy
+from lightning_zenflow.refusals import is_pruned
 from lightning_zenflow.signals import postponed
 from lightning_zenflow.stats import StepStats
 
@@ -20,7 +23,11 @@ if TYPE_CHECKING:
     from lightning_zenflow.zero.adapter import ZenFlowZero
 
 
-class CheckpointingStrategy(AnyAcceleratorStrategy):
+_AVERAGED = "averaged_state_dict"
+"""Where the weights of a `WeightAveraging` callback are stored, beside those that training goes on with."""
+
+
+class CheckpointingStrategy(_AnyAcceleratorStrategy):
     """Saves and loads what a strategy with ZenFlow's optimizer trains; the attributes are the strategy's."""
 
     _is_complete: bool
@@ -47,9 +54,30 @@ class CheckpointingStrategy(AnyAcceleratorStrategy):
         holds everything as well, as `fit` left it, until the next run of the Trainer.
 
         Raises:
-            CheckpointError: It could not be written; what was there before is untouched.
+            CheckpointError: It could not be written; what was there before is untouched. In a callback's `on_exception` this
+                is a warning instead, so that the error which ended the run is the one that is shown.
             TypeError: `storage_options` is given, which DeepSpeed's layout has no use for.
         """
+        ends_with = self._exception_of_run()
+        try:
+            self._save(checkpoint, filepath, storage_options)
+        except Exception as error:
+            if ends_with is None:
+                raise
+            warnings.warn(
+                f"Nothing was saved after {type(ends_with).__name__}, which ends the run: {error}",
+                category=RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _exception_of_run(self) -> BaseException | None:
+        """What ends the run, as long as the Trainer tells its callbacks about it."""
+        trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
+        # It has no stage any more when the exception has left it.
+        is_told = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and trainer.state.stage
+        return sys.exc_info()[1] if is_told else None
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         from lightning_zenflow.zero.save import Saving
 
         if storage_options is not None:
@@ -67,7 +95,7 @@ class CheckpointingStrategy(AnyAcceleratorStrategy):
             saving = Saving(target, self.global_rank, self.reduce_boolean_decision)
             saving.run(
                 self.deepspeed_engine,
-                {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")},
+                _beside_the_weights(checkpoint),
                 weights_only="optimizer_states" not in checkpoint,
                 with_partial_step=not self._batch_is_open,
                 exclude_frozen=self.exclude_frozen_parameters,
@@ -81,10 +109,16 @@ class CheckpointingStrategy(AnyAcceleratorStrategy):
             raise CheckpointError(
                 f"{str(target)!r} was not saved: the strategy is not set up yet. Save from the hook `on_fit_start` on."
             )
+        assert self.model is not None
         if self._zero is None:
             rank_zero_warn(
                 f"{str(target)!r} holds the weights alone: to be able to resume, save after `fit` and before `validate`,"
                 " `test` or `predict`."
+            )
+        elif is_pruned(self.model):
+            raise CheckpointError(
+                f"{str(target)!r} was not saved: weights are pruned now, under names by which nothing could be loaded. Save"
+                " after `fit`."
             )
         elif self._zero.is_freed:
             raise CheckpointError(
@@ -118,17 +152,23 @@ class CheckpointingStrategy(AnyAcceleratorStrategy):
         strict = self.lightning_module.strict_loading
         client_state = load(self.deepspeed_engine, path, strict=strict, weights_only=weights_only)
         self._skipped_steps_logged = self.step_stats.skipped_steps
-        return dict(client_state)
+        loaded = dict(client_state)
+        if _AVERAGED in loaded:
+            loaded["state_dict"] = loaded.pop(_AVERAGED)
+            loaded["current_model_state"] = self.lightning_module.state_dict()
+        return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the weights of a single file; those of a directory are there already. Every rank must call it.
+        """Loads the weights of a single file, or averaged ones to evaluate; others are there already. Every rank must call it.
 
         Raises:
             CheckpointError: They are of another model.
         """
         from lightning_zenflow.zero.load import begin_with
 
-        if self._loads_whole_file:
+        assert self.lightning_module is not None
+        evaluates = self.lightning_module.trainer.state.fn != TrainerFn.FITTING
+        if self._loads_whole_file or (evaluates and "current_model_state" in checkpoint):
             begin_with(self.deepspeed_engine, checkpoint, strict=strict)
 
     @property
@@ -147,3 +187,11 @@ class CheckpointingStrategy(AnyAcceleratorStrategy):
 
         if self.is_global_zero:
             directory.remove(Path(filepath))
+
+
+def _beside_the_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning stores and DeepSpeed does not, with the averaged weights that a `WeightAveraging` puts in first place."""
+    kept = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+    if kept.pop("current_model_state", None) is not None:
+        kept[_AVERAGED] = checkpoint["state_dict"]
+    return kept

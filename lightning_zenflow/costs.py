@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_zenflow import traffic
-from lightning_zenflow.rates import CACHE_LINE_BYTES, Rates, accumulate_bytes
+from lightning_zenflow.rates import ACCUMULATOR_BYTES, CACHE_LINE_BYTES, MASTER_BYTES, Rates, accumulate_bytes
 from lightning_zenflow.work import Work
 
 
@@ -104,7 +104,7 @@ def _not_hidden_secs(work: Work, rates: Rates, down_secs: float) -> tuple[float,
     first, again = traffic.gathered_numel(work)
     up_first, up_again = (_fetched_secs(work, rates, numel) for numel in (first, again))
     between_first = between_devices_secs(work, rates, first)
-    between_again = between_devices_secs(work, rates, again + work.numel)
+    between_again = between_devices_secs(work, rates, again + traffic.reduced_numel(work))
 
     link_secs = work.micro_batches * max(0.0, up_first - forward)
     link_secs += (work.micro_batches - 1) * max(0.0, up_again - backward)
@@ -116,6 +116,11 @@ def _not_hidden_secs(work: Work, rates: Rates, down_secs: float) -> tuple[float,
 def _host_secs(work: Work, rates: Rates, nbytes: float) -> float:
     """A pass over `nbytes` in host memory, an element."""
     return nbytes * rates.accumulate_secs / accumulate_bytes(work.wire_bytes)
+
+
+def show_secs(work: Work, rates: Rates) -> float:
+    """A master is read and what the device shall see of it written, an element, by the host."""
+    return _host_secs(work, rates, MASTER_BYTES + work.wire_bytes)
 
 
 def copy_secs(work: Work, rates: Rates) -> float:
@@ -134,7 +139,7 @@ def _write_secs(work: Work, rates: Rates) -> float:
 def zenflow(work: Work, rates: Rates, update_interval: int) -> Step:
     """A step of ZenFlow with overlap, between two re-selections.
 
-    The host has the step for `accumulate + update / U` of its shard; the device waits if that takes longer.
+    The host has the step for `accumulate * (1 - 1 / U) + update / U` of its shard; the device waits if that takes longer.
     """
     down = work.shard_numel * rates.down_secs
     link, reduce = _not_hidden_secs(work, rates, down)
@@ -147,7 +152,10 @@ def zenflow(work: Work, rates: Rates, update_interval: int) -> Step:
         optimizer_secs=work.selected_shard_numel * (rates.device_adamw_secs + _write_secs(work, rates)),
         exchange_secs=reduce + between_devices_secs(work, rates, exchanged),
     )
-    host = work.shard_numel * rates.accumulate_secs + block * rates.update_secs
+    update_secs = rates.update_secs
+    if update_interval == 1:  # nothing is accumulated, and nothing of that read
+        update_secs = max(0.0, update_secs - _host_secs(work, rates, ACCUMULATOR_BYTES))
+    host = (work.shard_numel - block) * rates.accumulate_secs + block * update_secs
     return Step(
         compute_secs=busy.compute_secs,
         link_secs=busy.link_secs,

@@ -1,10 +1,13 @@
 """Where the gradients of one step arrive while backward still runs.
 
 Each segment's reduced gradient is handed in once per step. It is measured (norm, and column scores when a selection is
-due), its selected columns stay on the device, and all of it starts its way into a host slot. Nothing waits here.
+due), its selected columns stay on the device, and all of it starts its way into the host slot, as soon as the host has
+read there what was in it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,25 +15,41 @@ from torch import Tensor
 from lightning_zenflow.selected import SelectedState
 from lightning_zenflow.selection import ScoreBoard
 from lightning_zenflow.shards import Piece, Segment, ShardTable
-from lightning_zenflow.transfer import Transfers, square_sum
+from lightning_zenflow.transfer import Transfers
+
+_CPU_BAND_NUMEL = 1 << 18
+"""On CPU a gradient is measured, packed and copied in bands of rows of this size, which stay in cache; kernels of a GPU want it
+whole."""
 
 
 class GradientInbox:
     """Collects the gradient of one step, in the dtype of the model's weights and still times the loss scale."""
 
-    def __init__(self, table: ShardTable, selected: SelectedState, transfers: Transfers, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: ShardTable,
+        selected: SelectedState,
+        transfers: Transfers,
+        device: torch.device,
+        slot: Tensor,
+        wait_slot: Callable[[int, int], None],
+    ) -> None:
+        """Collects in `slot`, flat `[shard numel]` on CPU; `wait_slot` waits until a range of it may be written."""
         self._table, self._selected, self._transfers, self._device = table, selected, transfers, device
-        self._squares: dict[int, Tensor] = {}
+        self._slot, self._wait_slot = slot, wait_slot
+        self._selecting = False
+        self._squares: dict[int, list[Tensor]] = {}
+        self._band_numel = _CPU_BAND_NUMEL if device.type == "cpu" else 1 << 62
+        self._scratch = torch.empty(min(_CPU_BAND_NUMEL, table.numel)) if device.type == "cpu" else None
         self.board = ScoreBoard(table.params, device)
 
-    def open(self, slot: Tensor, *, selecting: bool) -> None:
+    def open(self, *, selecting: bool) -> None:
         """Begins a step.
 
         Args:
-            slot: The host slot of this step, flat `[shard numel]` on CPU; nobody else uses it until the step is applied.
             selecting: Whether columns are selected anew at this step, so that scores are needed and the old columns are not.
         """
-        self._slot, self._selecting = slot, selecting
+        self._selecting = selecting
         self._squares.clear()
         self.board.clear()
 
@@ -47,18 +66,31 @@ class GradientInbox:
         if segment.param in self._squares:
             self._transfers.wait_to_host()  # the first gradient is read back and must have arrived
             grad = grad + self.read(segment).to(grad.device)
-        squares = torch.zeros((), dtype=torch.float32, device=grad.device)
+        else:
+            self._wait_slot(segment.start, segment.stop)
+        squares = self._squares[segment.param] = []
         slots = {} if self._selecting else {slot.piece: slot for slot in self._selected.layout.slots(segment)}
-        for piece in segment.pieces:  # everything that reads a piece does so while it is in cache
-            part = grad[piece.start - segment.start : piece.stop - segment.start]
-            squares += square_sum(part)
-            if piece in slots:
-                slots[piece].pack(part, self._selected.wire)
-            # Last: the event recorded with the copy then stands for the measurements as well.
-            self._transfers.to_host(self._slot[piece.start : piece.stop], part)
-        self._squares[segment.param] = squares
+        for piece in segment.pieces:
+            slot, rows = slots.get(piece), max(1, self._band_numel // piece.width)
+            for row in range(0, piece.rows, rows):  # everything that reads a band does so while it is in cache
+                start, stop = piece.start + row * piece.width, min(piece.stop, piece.start + (row + rows) * piece.width)
+                band = grad[start - segment.start : stop - segment.start]
+                squares.append(self._square_sum(band))
+                if slot is not None:
+                    slot.pack(band, self._selected.wire, row)
+                # Last: the event recorded with the copy then stands for the measurements as well.
+                self._transfers.to_host(self._slot[start:stop], band)
         if self._selecting:
             self.board.record(segment, grad)
+
+    def _square_sum(self, grad: Tensor) -> Tensor:
+        """Sum of squares of a flat tensor as an fp32 scalar on its device."""
+        if self._scratch is None:
+            return torch.linalg.vector_norm(grad, dtype=torch.float32).square()
+        if grad.numel() > self._scratch.numel():  # a row that is longer than a band
+            self._scratch = torch.empty(grad.numel())
+        exact = self._scratch[: grad.numel()].copy_(grad)  # on CPU, faster than PyTorch's norm with an fp32 result
+        return torch.dot(exact, exact)
 
     def finish(self) -> Tensor:
         """Waits for all gradients of this step and returns this rank's sum of squares, fp32 `[1]` on the device.
@@ -68,14 +100,15 @@ class GradientInbox:
         self._transfers.wait_to_host()  # the slot is complete and the measurements are done
         for segment in self._table.segments:
             if segment.param not in self._squares:
+                self._wait_slot(segment.start, segment.stop)
                 self._slot[segment.start : segment.stop].zero_()
                 if not self._selecting:
                     for slot in self._selected.layout.slots(segment):
                         self._selected.wire[slot.start : slot.stop].zero_()
-        total = torch.zeros(1, dtype=torch.float32, device=self._device)
-        if self._squares:
-            total += torch.stack(list(self._squares.values())).sum()
-        return total
+        squares = [square for of_param in self._squares.values() for square in of_param]
+        if not squares:
+            return torch.zeros(1, dtype=torch.float32, device=self._device)
+        return torch.stack(squares).sum(0, keepdim=True)
 
     def gather_selected(self) -> None:
         """Fetches the gradient of newly selected columns, which has left the device already, from the host slot."""

@@ -37,3 +37,16 @@ class ZenFlowPrecision(DeepSpeedPrecision):
             raise ValueError(CLIP_BY_VALUE_MESSAGE)
         zero: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         zero.clip_grad = float(clip_val)
+
+
+def refuse_precision(plugin: Any) -> None:
+    """Raises if a plugin of the user's would clip nothing, or go backward past ZeRO.
+
+    Raises:
+        TypeError: It is neither Lightning's own for DeepSpeed, which ours replaces, nor derived from ours.
+    """
+    if type(plugin) is not DeepSpeedPrecision and not isinstance(plugin, ZenFlowPrecision):
+        raise TypeError(
+            "`plugins` must hold no other precision plugin than one derived from ZenFlowPrecision, got"
+            f" {type(plugin).__name__}. Set Trainer(precision=...) instead."
+        )

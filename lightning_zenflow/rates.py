@@ -19,12 +19,18 @@ def accumulate_bytes(wire_bytes: int) -> int:
     return wire_bytes + 2 * ACCUMULATOR_BYTES
 
 
-def update_bytes(wire_bytes: int) -> int:
-    """Host memory traffic per element of AdamW on a block: master, both moments and accumulator read and written, outbox.
+def update_bytes(wire_bytes: int, update_interval: int = 2) -> int:
+    """Host memory traffic per element of AdamW on a block.
 
-    Everything in between (the mean, look-ahead, zeroing) happens in chunks that stay in cache.
+    Master and both moments are read and written, the accumulator and the step's gradient read, the outbox written.
+    Everything in between (the sum, the mean, look-ahead) happens in chunks that stay in cache.
+
+    Args:
+        wire_bytes: As in `Rates.from_bandwidths`.
+        update_interval: `U`. With 1 nothing is accumulated; above that it makes no difference.
     """
-    return 2 * (MASTER_BYTES + 2 * MOMENT_BYTES + ACCUMULATOR_BYTES) + wire_bytes
+    accumulated = ACCUMULATOR_BYTES if update_interval > 1 else 0
+    return 2 * (MASTER_BYTES + 2 * MOMENT_BYTES) + accumulated + 2 * wire_bytes
 
 
 def device_adamw_bytes(wire_bytes: int) -> int:
@@ -58,8 +64,8 @@ class Rates:
         beside_flops: The same while the background process is at work: less where both share a memory.
         down_secs: A gradient element from backward into the host slot: measured, packed, copied.
         up_secs: A weight element from host to device.
-        accumulate_secs: The host adds a gradient element to the accumulator.
-        update_secs: The host updates an element of a block.
+        accumulate_secs: The host adds a gradient element to the accumulator of a block that is not updated at this step.
+        update_secs: The host updates an element of a block, with its gradient.
         device_adamw_secs: AdamW on an element that lives on the device.
         write_secs: A selected element is written into the weights.
         move_secs: A selected element goes home and a newly selected one is fetched, fp32 weight and moments.

@@ -44,15 +44,19 @@ def _smallest_copied_interval(work: Work, rates: Rates, step: costs.Step, update
 
 
 def barrier_secs(work: Work, rates: Rates, update_interval: int) -> float:
-    """One re-selection: all blocks are updated and sent to the device, the selected columns' state goes home and back.
+    """One re-selection: the rest of the updates that began with backward, the selected columns' state, all weights.
 
-    Blocks travel while the next one is updated, so that only the last one's way is added.
+    Blocks travel while the next one is read from the masters, so that only the last one's way is added.
     """
-    copied = costs.copy_secs(work, rates)
-    settle = work.shard_numel * max(rates.update_secs, copied)
-    last = work.shard_numel / update_interval * min(rates.update_secs, copied)
+    step = costs.zenflow(work, rates, update_interval)
+    begin_secs = max(step.host_secs, step.compute_secs - costs.backward_secs(work, rates))
+    held_numel = work.shard_numel * (1 - 1 / update_interval)
+    late = max(0.0, begin_secs + held_numel * rates.update_secs - step.compute_secs)
+    shown, copied = costs.show_secs(work, rates), costs.copy_secs(work, rates)
+    settle = late + work.shard_numel * max(shown, copied)
+    last = work.shard_numel / update_interval * min(shown, copied)
     moved = work.selected_shard_numel * rates.move_secs
-    scores = traffic.select_bytes(work) / rates.interconnect_bandwidth
+    scores = traffic.score_bytes(work) / rates.interconnect_bandwidth
     exchanged = costs.between_devices_secs(work, rates, traffic.exchanged_numel(work, work.numel))
     return settle + last + moved + scores + exchanged
 

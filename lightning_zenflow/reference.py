@@ -1,8 +1,9 @@
 """The algorithm of DESIGN sections 2.1 to 2.3 (after ZenFlow, arXiv 2505.12242) in slow, obvious, single-process fp32.
 
-Everything else in the package is compared with this file, so it shares nothing with the rest but `schedule.py`: no shards,
-no queue, no device, and the AdamW equations written out. Every tensor of a parameter is whole; which elements are selected
-and which block an element belongs to are masks. Weights are fp32 throughout: rounding to 16 bits is not stated here.
+Everything else in the package is compared with this file, so it shares nothing with the rest but `schedule.py` and
+`rounding.py`: no shards, no queue, no device, and the AdamW equations written out. Every tensor of a parameter is whole;
+which elements are selected and which block an element belongs to are masks. Weights are fp32 throughout: their rounding to
+16 bits is not stated here, that of moments is.
 
 Where we deviate from the paper: deferred elements are updated block by block instead of all at every U-th step, one update
 stands for n steps, and the device is shown an extrapolated weight (DESIGN section 2.2 says why).
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zenflow.rounding import noise_at, rounded
 from lightning_zenflow.schedule import Schedule, block_range
 
 
@@ -31,6 +33,7 @@ class ParameterState:
     Attributes:
         shape: The parameter's own shape.
         group: Index of its parameter group.
+        place: int64, where in its rank's shard each element lies.
         block: int64, the block of each element.
         master: fp32 master weight.
         visible: fp32 weight as the device shows it.
@@ -43,6 +46,7 @@ class ParameterState:
 
     shape: torch.Size
     group: int
+    place: Tensor
     block: Tensor
     master: Tensor
     visible: Tensor
@@ -53,7 +57,7 @@ class ParameterState:
     selected: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, group: int, block: Tensor) -> ParameterState:
+    def of(cls, weight: Tensor, group: int, place: Tensor, block: Tensor) -> ParameterState:
         """The state before the first step: every vector selected, no column of any matrix."""
         vector = weight.dim() < 2
         shape = weight.shape if vector else (weight.shape[0], math.prod(weight.shape[1:]))
@@ -61,6 +65,7 @@ class ParameterState:
         return cls(
             shape=weight.shape,
             group=group,
+            place=place.reshape(shape),
             block=block.reshape(shape),
             master=master,
             visible=master.clone(),
@@ -72,35 +77,29 @@ class ParameterState:
         )
 
 
-def block_of_elements(
-    sizes: Sequence[tuple[int, int]], *, ranks: int, blocks: int, stage3: bool = False
-) -> list[Tensor]:
-    """The block of every element of every parameter.
+def places_of_elements(
+    sizes: Sequence[tuple[int, int]], *, ranks: int, stage3: bool = False
+) -> tuple[list[Tensor], int]:
+    """Where every element of every parameter lies in the shard of its rank.
 
     ZeRO concatenates the flattened parameters of a group, pads them to a multiple of `2 * ranks` and cuts the result into
-    `ranks` equal partitions. A rank's shard is its partitions of all groups in a row, padding included; blocks are ranges
-    of that shard (DESIGN section 2.1). So vectors and padding take up room in a block, and a boundary may cut a row.
-    ZeRO-3 cuts each flattened parameter into `ranks` parts, padded to equal size, and a rank's partition of a group is its
-    parts of the parameters in a row.
+    `ranks` equal partitions. A rank's shard is its partitions of all groups in a row, padding included. ZeRO-3 cuts each
+    flattened parameter into `ranks` parts, padded to equal size, and a rank's partition of a group is its parts of the
+    parameters in a row.
 
     Args:
         sizes: `(numel, group)` of each parameter, in order.
         ranks: The ZeRO world size.
-        blocks: `U`.
         stage3: Whether parameters are cut instead of groups.
 
     Returns:
-        One flat int64 tensor of `numel` elements for each parameter.
+        One flat int64 tensor of `numel` elements for each parameter, and the size of a shard.
     """
     groups = range(1 + max((group for _, group in sizes), default=0))
     # What a parameter takes up in a flat group, or in a rank's partition of it.
     lengths = [math.ceil(numel / ranks) if stage3 else numel for numel, _ in sizes]
     totals = [sum(length for length, (_, g) in zip(lengths, sizes, strict=True) if g == group) for group in groups]
     partition_numels = totals if stage3 else [math.ceil(total / (2 * ranks)) * 2 for total in totals]
-    block_in_shard = torch.empty(sum(partition_numels), dtype=torch.long)
-    for block in range(blocks):
-        start, stop = block_range(len(block_in_shard), blocks, block)
-        block_in_shard[start:stop] = block
     result = []
     offsets = [0] * len(groups)  # where the next parameter starts
     for length, (numel, group) in zip(lengths, sizes, strict=True):
@@ -109,9 +108,25 @@ def block_of_elements(
             in_partition = offsets[group] + elements % max(1, length)
         else:
             in_partition = (offsets[group] + elements) % max(1, partition_numels[group])
-        result.append(block_in_shard[sum(partition_numels[:group]) + in_partition])
+        result.append(sum(partition_numels[:group]) + in_partition)
         offsets[group] += length
-    return result
+    return result, sum(partition_numels)
+
+
+def block_of_elements(
+    sizes: Sequence[tuple[int, int]], *, ranks: int, blocks: int, stage3: bool = False
+) -> list[Tensor]:
+    """The block of every element of every parameter, one flat int64 tensor of `numel` elements for each.
+
+    Blocks are ranges of a shard (DESIGN section 2.1). So vectors and padding take up room in a block, and a boundary may cut
+    a row. Arguments as for `places_of_elements`, and `blocks`: `U`.
+    """
+    places, shard_numel = places_of_elements(sizes, ranks=ranks, stage3=stage3)
+    block_in_shard = torch.empty(shard_numel, dtype=torch.long)
+    for block in range(blocks):
+        start, stop = block_range(shard_numel, blocks, block)
+        block_in_shard[start:stop] = block
+    return [block_in_shard[place] for place in places]
 
 
 class ZenFlowReference:
@@ -127,6 +142,9 @@ class ZenFlowReference:
         clip_norm: Largest global gradient norm; 0 or `None` clips nothing.
         ranks: ZeRO world size. Only the cut into blocks depends on it.
         stage3: Whether ZeRO cuts parameters instead of groups. Only the cut into blocks depends on it.
+        moments_dtype: What the host keeps the moments of deferred elements in: `fp32`, or `bf16`, to which they are rounded
+            as `rounding.py` says, at each update with its clock. Those of selected elements are fp32, until a selection
+            rounds those of the columns that leave, with the clock of the step before.
 
     Attributes:
         states: The state of each parameter, by name.
@@ -147,13 +165,19 @@ class ZenFlowReference:
         clip_norm: float | None = None,
         ranks: int = 1,
         stage3: bool = False,
+        moments_dtype: str = "fp32",
     ) -> None:
         self.groups, self.schedule = groups, schedule
         self.topk_ratio, self.deferred_lr_scale, self.clip_norm = topk_ratio, deferred_lr_scale, clip_norm
         sizes = [(weight.numel(), group) for _, weight, group in parameters]
         self._blocks_of_elements = partial(block_of_elements, sizes, ranks=ranks, stage3=stage3)
         cuts = self._blocks_of_elements(blocks=schedule.update_interval)
-        self.states = {n: ParameterState.of(w, g, cut) for (n, w, g), cut in zip(parameters, cuts, strict=True)}
+        places, _ = places_of_elements(sizes, ranks=ranks, stage3=stage3)
+        self.states = {
+            name: ParameterState.of(weight, group, place, cut)
+            for (name, weight, group), place, cut in zip(parameters, places, cuts, strict=True)
+        }
+        self._rounds_moments = moments_dtype == "bf16"
         self.clock, self.skipped_steps, self.grad_norm = 0, 0, 0.0
         self.held = [0] * schedule.update_interval
         self._lr_sums = [[0.0] * schedule.update_interval for _ in groups]
@@ -196,6 +220,9 @@ class ZenFlowReference:
         for name, state in self.states.items():
             grad = grads.get(name)
             gradients[name] = torch.zeros_like(state.master) if grad is None else grad.reshape(state.master.shape)
+        plan = self.schedule.plan(self.clock + 1)
+        if plan.reselect:  # a barrier, prepared while backward runs: even if the step is skipped then
+            self._update_blocks()
         # One norm over selected and deferred together: clipping must not depend on what is selected.
         squares = [gradient.double().square().sum().item() for gradient in gradients.values()]
         self.grad_norm = math.sqrt(sum(squares))
@@ -203,8 +230,7 @@ class ZenFlowReference:
             self.skipped_steps += 1
             return False
         clip_factor = min(1.0, self.clip_norm / (self.grad_norm + 1e-6)) if self.clip_norm else 1.0
-        plan = self.schedule.plan(self.clock + 1)
-        if plan.reselect:  # a barrier; the clock still shows the last step whose gradient the blocks hold
+        if plan.reselect:
             self.settle()
             self._select(gradients)
         self.clock = plan.step
@@ -213,6 +239,7 @@ class ZenFlowReference:
             gradient = clip_factor * gradients[name]
             at_once = state.selected if plan.block is not None else torch.ones_like(state.selected)
             self._adamw(state, at_once, gradient, self.groups[state.group]["lr"], steps=1)
+            self._round_moments(state, at_once & ~state.selected)  # deferred ones, in warm-up
             state.visible[at_once] = state.master[at_once]
             # a = a + clip_factor * g
             state.accumulated[~at_once] += gradient[~at_once]
@@ -230,9 +257,7 @@ class ZenFlowReference:
     @torch.no_grad()
     def settle(self) -> None:
         """Applies every gradient held and shows the masters: before a re-selection and at the end of training."""
-        for block, steps in enumerate(self.held):
-            if steps > 0:
-                self._update_block(block)
+        self._update_blocks()
         self._in_flight.clear()  # older than the masters that now replace it
         for state in self.states.values():
             state.visible = state.master.clone()
@@ -266,8 +291,15 @@ class ZenFlowReference:
             count = max(1, round(self.topk_ratio * len(score)))
             # A stable sort leaves equal scores in the order of their columns: ties go to the lower index.
             state.columns = score.sort(descending=True, stable=True).indices[:count].sort().values
-            state.selected = torch.zeros_like(state.selected)
+            before, state.selected = state.selected, torch.zeros_like(state.selected)
             state.selected[:, state.columns] = True
+            self._round_moments(state, before & ~state.selected)
+
+    def _update_blocks(self) -> None:
+        """Updates the masters with every gradient held; the clock still shows the last step whose gradient that is."""
+        for block, steps in enumerate(self.held):
+            if steps > 0:
+                self._update_block(block)
 
     def _update_block(self, block: int) -> list[tuple[ParameterState, Tensor, Tensor]]:
         """One AdamW step for the n >= 1 steps that `block` holds.
@@ -282,6 +314,7 @@ class ZenFlowReference:
             moved.append((state, updated, state.master.clone()))
             lr = self._lr_sums[state.group][block] / divisor
             self._adamw(state, updated, state.accumulated / steps, lr, steps=steps)
+            self._round_moments(state, updated)
             state.accumulated[updated] = 0
         self.held[block] = 0
         for sums in self._lr_sums:
@@ -303,3 +336,10 @@ class ZenFlowReference:
         v_hat = v / (1 - beta2**self.clock)
         w = w - lr * m_hat / (v_hat.sqrt() + settings["eps"])
         state.master[mask], state.exp_avg[mask], state.exp_avg_sq[mask] = w, m, v
+
+    def _round_moments(self, state: ParameterState, mask: Tensor) -> None:
+        """Moments of the elements in `mask` as the host keeps them."""
+        if not self._rounds_moments:
+            return
+        for moment, values in enumerate((state.exp_avg, state.exp_avg_sq)):
+            values[mask] = rounded(values[mask], noise_at(state.place[mask], self.clock, moment)).float()

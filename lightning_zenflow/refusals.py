@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, LearningRateFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
 
 _REMEDY = "Use another strategy for this model."
 
@@ -119,15 +120,55 @@ def _refuse_cut(model: nn.Module) -> None:
             )
 
 
-def refuse_callbacks(trainer: Any) -> None:
+def refuse_callbacks(trainer: Any, *, is_stage_3: bool) -> None:
     """Raises if a callback of the Trainer needs what is not supported.
 
     Raises:
         ValueError: The message names the callback and the reason.
     """
     for callback in trainer.callbacks:
+        name = type(callback).__name__
         if isinstance(callback, LearningRateFinder):
             raise ValueError(
-                "`LearningRateFinder` must be left out with ZenFlow: it makes a scheduler of PyTorch for the optimizer, which"
+                f"`{name}` must be left out with ZenFlow: it makes a scheduler of PyTorch for the optimizer, which"
                 " takes none of ZeRO's. Run it with another strategy."
             )
+        if isinstance(callback, BaseFinetuning):  # Lightning refuses it too, but only once it has frozen the module
+            raise ValueError(
+                f"`{name}` must be left out with ZenFlow: ZeRO has no place for parameters that were frozen when it started."
+                " Train the parts in a `fit` each, or use another strategy."
+            )
+        if is_stage_3 and isinstance(callback, (WeightAveraging, ModelPruning)):
+            raise ValueError(
+                f"`{name}` must be left out with ZeRO stage 3: it works on whole weights, of which each rank has a part. Use"
+                " `zenflow`, which is stage 2, or remove the callback."
+            )
+        if isinstance(callback, ModelPruning):
+            _refuse_pruning(callback, trainer)
+
+
+def _refuse_pruning(callback: ModelPruning, trainer: Any) -> None:
+    """Raises if weights would be replaced, or saved, while they are pruned.
+
+    Raises:
+        ValueError: The message names the argument.
+    """
+    name = type(callback).__name__
+    if callback._use_lottery_ticket_hypothesis:
+        raise ValueError(
+            f"`use_lottery_ticket_hypothesis` must be False for `{name}` with ZenFlow, got"
+            f" {callback._use_lottery_ticket_hypothesis!r}: it puts first weights back, and the fp32 masters would stay as they"
+            " are. Set it to False."
+        )
+    saving = next((other for other in trainer.callbacks if isinstance(other, Checkpoint)), None)
+    if saving is not None:
+        raise ValueError(
+            f"`{type(saving).__name__}` must be left out beside `{name}` with ZenFlow: what is saved while weights are pruned"
+            " cannot be loaded. Set `enable_checkpointing` to False, and save after `fit`."
+        )
+
+
+def is_pruned(module: nn.Module) -> bool:
+    """Whether weights of the module are masked now, by PyTorch's own pruning."""
+    hooks = (hook for part in module.modules() for hook in part._forward_pre_hooks.values())
+    return any(isinstance(hook, BasePruningMethod) for hook in hooks)

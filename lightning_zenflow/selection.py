@@ -2,6 +2,9 @@
 
 The score of a column is the squared norm of its gradient (arXiv 2505.12242, section 3.2). Each rank scores its shard and
 only the scores are summed over ranks: `cols` numbers per matrix instead of `rows * cols`.
+
+They are summed in fp32. In 16 bits, columns whose scores differ by less than 1 in 256 would be taken for equal, and sums of
+rounded parts would depend on how a matrix is cut over ranks: another number of ranks would select other columns.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from torch import Tensor
 
 from lightning_zenflow.shards import ParamSpec, Segment
 
-_CHUNK_NUMEL = 1 << 20  # fp32 copies of a 16-bit gradient are made in chunks, so that they never take its size again
+_CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 17, 1 << 20
+"""fp32 copies of a 16-bit gradient are made in chunks, so that they never take its size again, and stay in cache on CPU."""
 
 
 def selected_count(topk_ratio: float, cols: int) -> int:
@@ -29,10 +33,11 @@ def add_column_scores(segment: Segment, grad: Tensor, scores: Tensor) -> None:
         grad: Its gradient, flat `[segment.numel]`, any floating dtype.
         scores: fp32 `[cols]` of the whole parameter, same device; updated in place.
     """
+    chunk_numel = _CHUNK_NUMEL if grad.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
     for piece in segment.pieces:
         flat = grad[piece.start - segment.start : piece.stop - segment.start]
         into = scores[piece.column : piece.column + piece.width]
-        for rows in flat.view(piece.rows, piece.width).split(max(1, _CHUNK_NUMEL // piece.width)):
+        for rows in flat.view(piece.rows, piece.width).split(max(1, chunk_numel // piece.width)):
             into += rows.to(torch.float32, copy=True).square_().sum(0)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.blocks import DeferredBlocks
 from lightning_zenflow.gradients import GradientInbox
 from lightning_zenflow.offload.client import HostClient
-from lightning_zenflow.offload.protocol import Accumulated
+from lightning_zenflow.offload.protocol import Accumulated, Gradient, Updated
 from lightning_zenflow.schedule import Schedule, StepPlan
 from lightning_zenflow.selected import HostState, SelectedState
 from lightning_zenflow.selection import agreement
@@ -87,18 +88,22 @@ class ShardOptimizer:
         self.selected = SelectedState(table, wire_dtype, device, weights.device)
         self.columns: dict[int, Tensor] = {}
         self.selected.fetch(self._host_state, self.columns)
-        self.inbox = GradientInbox(table, self.selected, self._transfers, device)
+        self.inbox = GradientInbox(table, self.selected, self._transfers, device, arena.slot, self._wait_slot)
         self._squares: Tensor | None = None
         self._step_started = time.perf_counter()
         self._open_inbox()
 
     def _open_inbox(self) -> None:
-        # Two slots, used in turn: the host may still read the gradient of the step before.
-        slot = self.clock % 2
-        with self._timeline("wait for host"):  # the gradient of two steps ago has been read: its block arrived since
-            self.host.wait_slot(slot)
-        self.inbox.open(self.host.arena.slots[slot], selecting=self._schedule.plan(self.clock + 1).reselect)
+        selecting = self._schedule.plan(self.clock + 1).reselect
+        self.inbox.open(selecting=selecting)
+        self._settles_ahead = selecting
         self._squares = None
+
+    def _wait_slot(self, start: int, stop: int) -> None:
+        """Until the host has read what the step before has left there; it has a whole step of time for that."""
+        if not self.host.slot_is_read(start, stop):
+            with self._timeline("wait for host"):
+                self.host.wait_slot(start, stop)
 
     def drop_gradients(self) -> None:
         """Forgets the gradients received since the last step."""
@@ -114,6 +119,9 @@ class ShardOptimizer:
     def receive(self, segment: Segment, grad: Tensor) -> None:
         """Takes the reduced gradient of a segment in the model's dtype, still times the loss scale; during backward."""
         self._squares = None
+        if self._settles_ahead:  # the host has all of backward for what the coming barrier needs
+            self._settles_ahead = False
+            self._blocks.advance(self.clock, self._hypers())
         self.inbox.receive(segment, grad)
 
     def grad_norm(self, loss_scale: float) -> float:
@@ -131,9 +139,7 @@ class ShardOptimizer:
             clip_norm: Largest allowed global norm of the unscaled gradient; 0 for no limit.
         """
         start_secs = time.perf_counter()
-        self._timeline.spans.append(
-            Span("device", "forward and backward", self._step_started, start_secs - self._step_started)
-        )
+        self._timeline.fill("forward and backward", self._step_started, start_secs)
         with self._timeline("gradient norm"):
             norm = self.grad_norm(loss_scale)
         self._blocks.begin_step()
@@ -147,23 +153,23 @@ class ShardOptimizer:
             with self._timeline("select"):
                 self._reselect()
 
+        gradient = Gradient(factor, tuple(group.lr for group in groups))
         with self._timeline("launch"):
-            self.host.accumulate(self.clock % 2, factor, tuple(group.lr for group in groups))
             if plan.block is not None:
-                self._blocks.launch(plan.block, plan.step, plan.look_ahead, groups)
+                self._blocks.launch(plan.block, plan.step, plan.look_ahead, groups, gradient, others=True)
         with self._timeline("optimizer"):
             self.selected.update(groups, factor, plan.step)
-        self._receive_blocks(plan, groups)
+        self._receive_blocks(plan, groups, gradient)
         with self._timeline("write weights"):
             self.selected.write(self._weights.view)
 
         self.clock = plan.step
         return Outcome(applied=True, grad_norm=norm, changed=self._blocks.changed)
 
-    def _receive_blocks(self, plan: StepPlan, groups: tuple[Hyper, ...]) -> None:
+    def _receive_blocks(self, plan: StepPlan, groups: tuple[Hyper, ...], gradient: Gradient) -> None:
         """Brings to the device what is due at this step: always the same blocks, waiting if need be."""
         if plan.block is None:  # in warm-up
-            self._blocks.update_all(plan.step, groups)
+            self._blocks.update_all(plan.step, groups, gradient)
         else:
             self._blocks.collect(keep=plan.lag)
 
@@ -183,11 +189,19 @@ class ShardOptimizer:
         """Selects anew from this step's gradient; moments travel with their column."""
         board, before = self.inbox.board, self.columns
         self._sum_over_ranks(board.scores)
-        # Settling also writes the columns that are about to leave, over the stale shadow that their blocks hold.
-        self.settle()
-        self._transfers.to_host_bytes += self.selected.send_home(self._host_state)
+        self._blocks.advance(self.clock, self._hypers())  # usually under way since backward began, or done
         self.columns = board.winners(self._topk_ratio)
-        self._transfers.to_device_bytes += self.selected.fetch(self._host_state, self.columns)
+        self.host.drain()  # every block is advanced, and the host idle: nobody else writes to its state
+        # Masters first: the device is shown all of them, columns that have just left included, while moments move. The host
+        # only reads masters in that time, since no block holds a step.
+        moves = self.selected.move_masters(self._host_state, self.columns, self.clock)
+        move_moments = partial(self.selected.move_moments, moves, self._host_state, self.clock)
+        if self._blocks.is_settled:
+            move_moments()
+        else:
+            self._blocks.update_all(self.clock, self._hypers(), meanwhile=move_moments)
+        self._transfers.to_host_bytes += moves.home_bytes
+        self._transfers.to_device_bytes += moves.fetched_bytes
         self.inbox.gather_selected()
         self._blocks.changed = (0, self._table.numel)
         self._figures["selection_agreement"] = agreement(before, self.columns)
@@ -203,7 +217,7 @@ class ShardOptimizer:
 
         Raises:
             RuntimeError: The next step has gradients already.
-            ValueError: The host's memory has no room for so few blocks, or selecting is switched on or off.
+            ValueError: Selecting is switched on or off.
         """
         if self.inbox.has_gradients:
             raise RuntimeError(
@@ -226,10 +240,12 @@ class ShardOptimizer:
         state over its shadow.
         """
         self.host.drain()  # waits until the host is idle; nobody else may write to its state
-        self.selected.send_home(self._host_state)
+        self.selected.send_home(self._host_state, self.clock)
 
     def state(self, layout: StoredLayout, lr_scale: str) -> ShardState:
         """Where this rank stands, with tensors that are valid until the next step; after `complete_host_state`."""
+        moments_dtype = self.host.arena.layout.moments_dtype
+        is_rounded = moments_dtype != torch.float32
         return ShardState(
             layout=layout,
             clock=self.clock,
@@ -238,16 +254,17 @@ class ShardOptimizer:
             lr_scale=lr_scale,
             columns={self._table.params[param].name: columns.cpu() for param, columns in self.columns.items()},
             weights=[weights.cpu() for _, weights in self._weights.ranges(0, self._table.numel)],
+            moments_dtype=moments_dtype,
+            selected_moments=[moment.cpu() for moment in self.selected.moments()] if is_rounded else (),
             **self._blocks.state(),
         )
 
     def load_state(self, state: ShardState) -> None:
-        """Goes on where `state` was taken; masters and moments lie in the arena already, and the worker is idle.
-
-        Raises:
-            ValueError: The host's memory has no room for so few blocks.
-        """
+        """Goes on where `state` was taken; masters and moments lie in the arena already, and the worker is idle."""
         self._start_at(state.clock, state.skipped_steps, state.schedule, state.columns)
+        if state.selected_moments:  # the arena has them rounded
+            for moment, stored in zip(self.selected.moments(), state.selected_moments, strict=True):
+                moment.copy_(stored)
         self._blocks.load_state(state)
         for (_, weights), stored in zip(self._weights.ranges(0, self._table.numel), state.weights, strict=True):
             weights.copy_(stored)
@@ -284,18 +301,14 @@ class ShardOptimizer:
         """Goes on by other settings than those of a checkpoint; settles if blocks or lags change.
 
         Returns whether weights have changed.
-
-        Raises:
-            ValueError: The host's memory has no room for so few blocks.
         """
         now, settled = self._schedule, False
         selects = wanted.select_interval is not None
         if selects != (now.select_interval is not None) or _is_cut_otherwise(now, wanted):
             settled = self.settle()
         if not selects and self.columns:
-            self.selected.send_home(self._host_state)
             self.columns = {}
-            self.selected.fetch(self._host_state, self.columns)
+            self.selected.move(self._host_state, self.columns, self.clock)
         if wanted.update_interval != now.update_interval:
             self._blocks.rebuild(wanted.update_interval)
         if selects and now.select_interval is not None:
@@ -320,8 +333,10 @@ class ShardOptimizer:
         copy_secs = self._timeline.total_secs("copy block", since_secs=self._step_started)
         for answer in self.host.take_answers():
             kind = "accumulate" if isinstance(answer, Accumulated) else "update"
-            self._timeline.spans.append(Span("host", kind, answer.begin_secs, answer.secs))
-            self._host_secs[kind] = answer.secs
+            spans = answer.spans if isinstance(answer, Accumulated) else ((answer.begin_secs, answer.secs),)
+            self._timeline.spans += [Span("host", kind, begin_secs, secs) for begin_secs, secs in spans]
+            if isinstance(answer, Accumulated) or (isinstance(answer, Updated) and answer.held_steps):
+                self._host_secs[kind] = answer.secs  # of one block: neither of all of them, nor of a copy alone
         self.stats = StepStats(
             step=self.clock,
             skipped_steps=self.stats.skipped_steps + (not applied),

@@ -18,6 +18,8 @@ from lightning_zenflow.shards import ParamSpec, ShardTable
 
 FORMAT = 1
 
+_BEFORE_MOMENTS_HAD_A_DTYPE: Mapping[str, Any] = {"moments_dtype": "float32", "selected_moments": ()}
+
 
 @dataclass(frozen=True)
 class StoredLayout:
@@ -39,11 +41,11 @@ class StoredLayout:
     world_size: int
     wire_dtype: torch.dtype
 
-    def table(self, rank: int, piece_numel: int = 1 << 62) -> ShardTable:
-        """What `rank` owns, in pieces of several rows of at most `piece_numel` elements."""
+    def table(self, rank: int) -> ShardTable:
+        """What `rank` owns."""
         if self.cuts_params:
-            return ShardTable.build_stage3(self.params, self.partition_numels, rank, self.world_size, piece_numel)
-        return ShardTable.build(self.params, self.partition_numels, rank, piece_numel)
+            return ShardTable.build_stage3(self.params, self.partition_numels, rank, self.world_size)
+        return ShardTable.build(self.params, self.partition_numels, rank)
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -52,7 +54,7 @@ class StoredLayout:
             "partition_numels": list(self.partition_numels),
             "rank": self.rank,
             "world_size": self.world_size,
-            "wire_dtype": str(self.wire_dtype).removeprefix("torch."),
+            "wire_dtype": _name(self.wire_dtype),
         }
 
     @classmethod
@@ -84,6 +86,9 @@ class ShardState:
         partial: fp32 or model-dtype sums of the micro-batches of a step that is not complete, by parameter name.
         received: In manual optimization, gradients that a step has not applied: this rank's part, in the model's dtype.
         configured: Update and selection interval that were asked for: steps, or `auto`. The schedule's may be others since.
+        moments_dtype: What the host keeps moments in.
+        selected_moments: Where that is bf16, both fp32 moments of the selected elements, packed as on the device: what
+            DeepSpeed's files hold of them is rounded.
     """
 
     layout: StoredLayout
@@ -102,13 +107,16 @@ class ShardState:
     partial: Mapping[str, Tensor] = field(default_factory=dict)
     received: Mapping[str, Tensor] = field(default_factory=dict)
     configured: tuple[int | str, int | str] = ("auto", "auto")
+    moments_dtype: torch.dtype = torch.float32
+    selected_moments: Sequence[Tensor] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """As it is written: loads with `torch.load(weights_only=True)`."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plain["layout"] = self.layout.to_plain()
         plain["schedule"] = asdict(self.schedule)
-        for name in ("held", "in_flight", "weights"):
+        plain["moments_dtype"] = _name(self.moments_dtype)
+        for name in ("held", "in_flight", "weights", "selected_moments"):
             plain[name] = list(plain[name])
         plain["lr_sums"] = [list(sums) for sums in self.lr_sums]
         for name in ("accumulated", "waiting"):
@@ -130,10 +138,16 @@ class ShardState:
                 f"`format` of ZenFlow's state must be {FORMAT}, got {plain.get('format')!r}. Resume with the version of"
                 " lightning-zenflow that saved it."
             )
+        plain = {**_BEFORE_MOMENTS_HAD_A_DTYPE, **plain}
         fields = {name: plain[name] for name in cls.__dataclass_fields__}
         fields["layout"] = StoredLayout.of_plain(plain["layout"])
         fields["schedule"] = Schedule(**plain["schedule"])
         fields["configured"] = tuple(plain["configured"])
+        fields["moments_dtype"] = getattr(torch, plain["moments_dtype"])
         for name in ("accumulated", "waiting"):
             fields[name] = [tuple(pair) for pair in plain[name]]
         return cls(**fields)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

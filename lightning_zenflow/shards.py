@@ -82,7 +82,6 @@ class Segment:
         param_start: First element of the part, in the flattened parameter.
         start: First element of the part, in the shard.
         numel: Elements of the part.
-        piece_numel: No piece of several rows is larger than this.
     """
 
     param: int
@@ -90,7 +89,6 @@ class Segment:
     param_start: int
     start: int
     numel: int
-    piece_numel: int
 
     @property
     def stop(self) -> int:
@@ -98,17 +96,14 @@ class Segment:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The part as rectangles: a partition boundary may cut a row at either end, whole rows lie between.
-
-        On a device whose work is done in caches, the rows come in pieces that fit there.
-        """
+        """The part as rectangles: a partition boundary may cut a row at either end, whole rows lie between."""
         cols, pieces = self.spec.cols, []
         at, end = self.param_start, self.param_start + self.numel
         while at < end:
             column = at % cols
             whole_rows = (end - at) // cols
             if column == 0 and whole_rows > 0:
-                rows, width = min(whole_rows, max(1, self.piece_numel // cols)), cols
+                rows, width = whole_rows, cols
             else:
                 rows, width = 1, min(cols - column, end - at)
             pieces.append(Piece(self.start + at - self.param_start, rows, width, column, self.spec.group))
@@ -143,16 +138,13 @@ class ShardTable:
         return self.group_ends[group - 1] if group else 0
 
     @classmethod
-    def build(
-        cls, params: Sequence[ParamSpec], partition_numels: Sequence[int], rank: int, piece_numel: int = 1 << 62
-    ) -> ShardTable:
+    def build(cls, params: Sequence[ParamSpec], partition_numels: Sequence[int], rank: int) -> ShardTable:
         """The table of `rank` under ZeRO-1 and 2, which cut flattened groups.
 
         Args:
             params: All parameters, ordered by group and offset.
             partition_numels: Elements of one rank's partition of each group, padding included.
             rank: Whose table to build.
-            piece_numel: Largest piece of several rows.
         """
         parts = []
         for spec in params:
@@ -160,7 +152,7 @@ class ShardTable:
             first = max(spec.offset, part_start)
             last = min(spec.offset + spec.numel, part_start + partition_numels[spec.group])
             parts.append((first - spec.offset, last - spec.offset, first - part_start))
-        return cls._of_parts(params, partition_numels, parts, piece_numel)
+        return cls._of_parts(params, partition_numels, parts)
 
     @classmethod
     def build_stage3(
@@ -169,7 +161,6 @@ class ShardTable:
         partition_numels: Sequence[int],
         rank: int,
         world_size: int,
-        piece_numel: int = 1 << 62,
     ) -> ShardTable:
         """The table of `rank` under ZeRO-3, which cuts each parameter into `world_size` parts of `part_numel`.
 
@@ -179,7 +170,7 @@ class ShardTable:
         for spec in params:
             numel = part_numel(spec.numel, world_size)
             parts.append((rank * numel, min((rank + 1) * numel, spec.numel), spec.offset))
-        return cls._of_parts(params, partition_numels, parts, piece_numel)
+        return cls._of_parts(params, partition_numels, parts)
 
     @classmethod
     def _of_parts(
@@ -187,12 +178,11 @@ class ShardTable:
         params: Sequence[ParamSpec],
         partition_numels: Sequence[int],
         parts: Sequence[tuple[int, int, int]],
-        piece_numel: int,
     ) -> ShardTable:
         """From the first element, the end, and the place in the group's partition, of each parameter's part."""
         starts = [sum(partition_numels[:group]) for group in range(len(partition_numels))]
         segments = [
-            Segment(index, spec, first, starts[spec.group] + offset, last - first, piece_numel)
+            Segment(index, spec, first, starts[spec.group] + offset, last - first)
             for index, (spec, (first, last, offset)) in enumerate(zip(params, parts, strict=True))
             if first < last
         ]

@@ -46,6 +46,18 @@ class Timeline:
             self._is_open = False
             self.spans.append(Span("device", name, start_secs, time.perf_counter() - start_secs))
 
+    def fill(self, name: str, start_secs: float, stop_secs: float) -> None:
+        """Adds what the training process did from `start_secs` to `stop_secs` whenever none of its spans tells otherwise."""
+        gap_start_secs, gaps = start_secs, []
+        for span in sorted((span for span in self.spans if span.lane == "device"), key=lambda span: span.start_secs):
+            if span.start_secs + span.secs > gap_start_secs and span.start_secs < stop_secs:
+                if span.start_secs > gap_start_secs:
+                    gaps.append(Span("device", name, gap_start_secs, span.start_secs - gap_start_secs))
+                gap_start_secs = span.start_secs + span.secs
+        if stop_secs > gap_start_secs:
+            gaps.append(Span("device", name, gap_start_secs, stop_secs - gap_start_secs))
+        self.spans += gaps
+
     def total_secs(self, name: str, since_secs: float = -math.inf) -> float:
         """How long all spans of the training process with this name took that began at `since_secs` or later."""
         spans = (span for span in self.spans if span.lane == "device" and span.name == name)
@@ -73,8 +85,9 @@ class StepStats:
         select_interval: Steps between selections; `None` if nothing is ever selected.
         to_host_bytes: Gradients and state copied to the host.
         to_device_bytes: Weights and state copied to the device.
-        worker_accumulate_secs: Busy time of the background process for the last gradient it took in.
-        worker_update_secs: Busy time of the background process for the last block it updated.
+        worker_accumulate_secs: Busy time of the background process for adding the last gradient to the blocks that it did
+            not update.
+        worker_update_secs: Busy time of the background process for the last block it updated, its gradient included.
         deferred_age_steps: Age of the oldest gradient that the device's weights do not contain yet.
         grad_norm: Global gradient norm before clipping.
         grad_norm_clipped: The same after clipping, as applied.
@@ -127,13 +140,11 @@ class RunFacts:
     Attributes:
         stage: ZeRO stage.
         shard_numel: Elements of the rank's shard, padding included.
-        fewest_blocks: Smallest `update_interval` for which the host's memory has room.
         memory_steps: Steps that AdamW's second moment remembers, 1 / (1 - beta2); the least of all groups.
         select_unit_steps: Steps of which `select_interval` is a multiple: those of an epoch, or 1.
     """
 
     stage: int
     shard_numel: int
-    fewest_blocks: int
     memory_steps: float
     select_unit_steps: int

@@ -26,7 +26,7 @@ from lightning_zenflow.checkpointing import CheckpointingStrategy
 from lightning_zenflow.config import ZenFlowConfig, check_interval
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
-from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision
+from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_precision
 from lightning_zenflow.refusals import refuse_callbacks, refuse_for_stage, refuse_unsupported
 from lightning_zenflow.stats import RunFacts, StepStats
 
@@ -128,6 +128,10 @@ class ZenFlowStrategy(CheckpointingStrategy):
         self.config["gradient_accumulation_steps"] = 1
 
     def _auto_select_batch_size(self) -> int:
+        """Of the training data, which only logs show, and which a data module may not have when nothing is trained."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return 1
         try:
             return super()._auto_select_batch_size()
         except AttributeError:  # a batch sampler does not have to know its batch size, which only logs show
@@ -135,13 +139,20 @@ class ZenFlowStrategy(CheckpointingStrategy):
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
+        if trainer is not None:
+            refuse_precision(self.precision_plugin)
+            if trainer.state.fn == TrainerFn.FITTING:  # before the `setup` of callbacks, which may make whole models
+                refuse_callbacks(trainer, is_stage_3=self.zero_stage_3)
+        super().setup_environment()
+
     def setup(self, trainer: Trainer) -> None:
         self._free_last_run()
         self._begin_run()
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_callbacks(trainer)
             if isinstance(self.accelerator, CPUAccelerator):
                 cores = cores_of_worker(self.zenflow, self.local_rank, self.num_processes)
                 self._threads.limit(len(cores), self.num_processes)
@@ -368,7 +379,7 @@ class ZenFlowStrategy(CheckpointingStrategy):
         Raises:
             RuntimeError: No training is under way, or the next step has begun.
             TypeError: An interval is no whole number.
-            ValueError: It is out of range, or the host's memory has no room for so few blocks.
+            ValueError: It is out of range.
         """
         check_interval("update_interval", update_interval)
         if select_interval is not None:
@@ -421,7 +432,6 @@ class ZenFlowStrategy(CheckpointingStrategy):
         return RunFacts(
             stage=self.config["zero_optimization"]["stage"],
             shard_numel=zero.shard.host.arena.layout.numel,
-            fewest_blocks=zero.shard.host.arena.layout.fewest_blocks or 1,
             memory_steps=1 / (1 - min(betas)),
             select_unit_steps=(self._steps_per_epoch() or 1) if in_epochs else 1,
         )

@@ -1,7 +1,8 @@
 """What one rank moves in a step: over the link to its host, and from other ranks. Pure arithmetic; symbols as in `costs`.
 
-Checked against counted bytes, and against the sizes that DeepSpeed asks its collectives for, by
-`tests/integration/test_estimate_against_runs.py`.
+Checked against counted bytes, and against the sizes that are asked of collectives, by
+`tests/integration/test_estimate_against_runs.py` and `tests/integration/test_guards_ranks.py`. The gradient norm, one number a
+step, is left out.
 """
 
 from __future__ import annotations
@@ -57,8 +58,20 @@ def exchanged_numel(work: Work, changed_numel: float) -> float:
     return 0.0 if work.stage == 3 else changed_numel
 
 
+def reduced_numel(work: Work) -> int:
+    """Elements that bring a micro-batch's gradients together, as `received` takes them.
+
+    Under stage 3 each rank gets the sum of its own part. Under stage 2 DeepSpeed 0.19 sums by an all-reduce
+    (`use_multi_rank_bucket_allreduce`, on unless somebody turns it off): every rank gets every sum, in twice the bytes.
+    """
+    return work.numel if work.stage == 3 else 2 * work.numel
+
+
 def received(work: Work, numel: float) -> float:
-    """What a rank receives of `numel` elements that all ranks hold parts of, or sum up: all but its own part."""
+    """What a rank receives of `numel` elements that all ranks hold parts of, or keep a part of the sum of: all but its own.
+
+    An all-reduce is both, one after the other, and receives that twice.
+    """
     return numel * (work.ranks - 1) / work.ranks
 
 
@@ -84,15 +97,25 @@ def on_device(work: Work) -> Traffic:
     return _in_bytes(work, 0, 0.0, exchanged_numel(work, work.numel))
 
 
-def select_bytes(work: Work) -> int:
-    """What a rank receives for one selection: the scores, one for each column, summed over the ranks."""
+def score_bytes(work: Work) -> int:
+    """What a rank receives to choose columns: the scores, one for each column, summed over the ranks by an all-reduce."""
     return round(2 * received(work, SCORE_BYTES * work.columns))
+
+
+def select_bytes(work: Work) -> int:
+    """What a rank receives for one re-selection: the scores, and all weights that it does not own.
+
+    The weights are needed because the barrier before a re-selection updates every block, so that all deferred weights have
+    changed. They come instead of what the step has changed, which `zenflow` counts. Under ZeRO-3 no rank keeps the weights of
+    others, and the next forward gathers them as always.
+    """
+    return score_bytes(work) + round(work.wire_bytes * received(work, exchanged_numel(work, work.numel)))
 
 
 def _in_bytes(work: Work, down_bytes: int, up_numel: float, exchanged: float) -> Traffic:
     passes = sum(gathered_numel(work))
     fetched = passes / work.ranks if work.offload_parameters else 0.0
-    per_batch = passes + work.numel  # weights are gathered and gradients reduced for each micro-batch
+    per_batch = passes + reduced_numel(work)  # weights are gathered and gradients reduced for each micro-batch
     return Traffic(
         to_host_bytes=down_bytes,
         to_device_bytes=round(work.wire_bytes * (up_numel + work.micro_batches * fetched)),

@@ -65,6 +65,7 @@ class Case:
     lr_changes: bool = True
     skips_parameter: bool = True
     decoupled: bool = True
+    moments_dtype: str = "fp32"
     nan_step: int | None = None
     small_pieces: bool = False
     settle_before_step: int | None = None
@@ -102,6 +103,7 @@ def zenflow_config(case: Case) -> ZenFlowConfig:
         look_ahead=case.look_ahead,
         full_warm_up_rounds=case.warm_up,
         deferred_lr_scale=case.lr_scale,  # type: ignore[arg-type]
+        moments_dtype=case.moments_dtype,  # type: ignore[arg-type]
     )
 
 
@@ -152,6 +154,7 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
             clip_norm=case.clip_norm,
             ranks=world_size,
             stage3=case.stage == 3,
+            moments_dtype=case.moments_dtype,
         )
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         for step in range(1, case.steps + 1):
@@ -169,6 +172,8 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
                     ids, targets = batch(step, micro, other, device)
                     share = case.accumulate * world_size
                     (F.cross_entropy(twin(ids, use_sometimes), targets) / share).backward()
+            if reference.schedule.plan(reference.clock + 1).reselect:  # the barrier's updates began with backward
+                assert not any(zero.shard.host.ledger.held)
             grads = {name: zero.gradient(param).clone() for name, param in params.items()}
             if step != case.nan_step:
                 for name, param in twin.named_parameters():
@@ -194,6 +199,7 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
             if case.lr_changes:
                 for group, own in zip(zero.param_groups, reference.groups, strict=True):
                     group["lr"] = own["lr"] = own["lr"] * (1.3 if step % 2 else 0.6)
+                    group["betas"] = own["betas"] = ((0.85, 0.9, 0.8)[step % 3], own["betas"][1])  # as OneCycleLR does
         zero.settle()
         reference.settle()
         worst["weights"] = max(worst["weights"], furthest(params, reference.masters))
@@ -230,10 +236,9 @@ def furthest(params: Mapping[str, Any], expected: Callable[[str], Tensor]) -> fl
 @contextmanager
 def pieces_of(numel: int | None) -> Iterator[None]:
     """Makes everything that is cut to fit caches so small that even this model is cut, if `numel` is given."""
-    from lightning_zenflow import selected, selection
-    from lightning_zenflow.zero import adapter
+    from lightning_zenflow import gradients, selected, selection
 
-    places = [(adapter, "_CPU_PIECE_NUMEL"), (selected, "_CHUNK_NUMEL"), (selection, "_CHUNK_NUMEL")]
+    places = [(gradients, "_CPU_BAND_NUMEL"), (selected, "_CHUNK_NUMEL"), (selection, "_CHUNK_NUMEL")]
     before = [getattr(module, name) for module, name in places]
     for (module, name), value in zip(places, before, strict=True):
         setattr(module, name, numel or value)

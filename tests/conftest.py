@@ -283,10 +283,11 @@ def _join(ranks: list[subprocess.Popen[bytes]], folder: Path, timeout: float) ->
 
     in_time = _wait_until(lambda: bool(failed()) or ended(), timeout)
     if failed():
-        first = failed()[0]
-        _wait_until(ended)
-        code = ranks[first].returncode
-        raise RankFailed(f"Rank {first} of {len(ranks)} ended with {code}:\n{_output(folder, first)}")
+        _wait_until(ended)  # which rank failed first is not known: the others may have failed because of it
+        told = "\n".join(
+            f"Rank {rank} ended with {ranks[rank].returncode}:\n{_output(folder, rank)}" for rank in failed()
+        )
+        raise RankFailed(f"{len(failed())} of {len(ranks)} ranks failed.\n{told}")
     if not in_time:
         first = next(rank for rank, process in enumerate(ranks) if process.poll() is None)
         raise RankFailed(f"Rank {first} of {len(ranks)} ran for over {timeout} s:\n{_output(folder, first)}")

@@ -71,8 +71,8 @@ def slowed(original):
         time.sleep(randomly.random() * longest)
         return result
     return call
-worker.HostAdamW.accumulate = slowed(worker.HostAdamW.accumulate)
-worker.HostAdamW.update = slowed(worker.HostAdamW.update)
+worker.HostAdamW._accumulate = slowed(worker.HostAdamW._accumulate)
+worker.HostAdamW._update = slowed(worker.HostAdamW._update)
 """
     transfers, bootstrap = optimizer_module.Transfers, process.BOOTSTRAP
     optimizer_module.Transfers = lambda: LateTransfers(seed, longest_secs)  # type: ignore[assignment, misc]
@@ -91,15 +91,18 @@ def host_that_takes(accumulate_secs: float, adamw_secs: float) -> Iterator[None]
     patch = f"""
 import time
 from lightning_zenflow.offload import worker
-accumulate, update = worker.HostAdamW.accumulate, worker.HostAdamW.update
-def slow_accumulate(self, command):
-    time.sleep({accumulate_secs})
-    return accumulate(self, command)
-def slow_update(self, command):
-    pieces = self._blocks[command.block]
-    time.sleep({adamw_secs} * sum(last - first for first, last, _ in pieces) / self._arena.layout.numel)
-    return update(self, command)
-worker.HostAdamW.accumulate, worker.HostAdamW.update = slow_accumulate, slow_update
+accumulate, update = worker.HostAdamW._accumulate, worker.HostAdamW._update
+def wait(self, blocks, secs):
+    pieces = [piece for block in blocks for piece in self._blocks[block]]
+    time.sleep(secs * sum(last - first for first, last, _ in pieces) / self._arena.layout.numel)
+def slow_accumulate(self, blocks, *rest):
+    done = accumulate(self, blocks, *rest)
+    wait(self, blocks, {accumulate_secs})
+    return tuple((begin, time.perf_counter() - begin) for begin, _ in done)
+def slow_update(self, command, *rest):
+    wait(self, [command.block], {accumulate_secs} + {adamw_secs})
+    return update(self, command, *rest)
+worker.HostAdamW._accumulate, worker.HostAdamW._update = slow_accumulate, slow_update
 """
     bootstrap = process.BOOTSTRAP
     process.BOOTSTRAP = bootstrap.replace("main(*", f"exec({patch!r})\nmain(*")

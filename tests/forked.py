@@ -31,16 +31,17 @@ class ForkedWorker:
         self.returncode: int | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: this process has threads
+            gc.disable()  # what Python runs in the child before it returns may collect what threads of this process own
             self.pid = os.fork()
-        FORKED.add(self.pid)
         if self.pid == 0:
             self._serve([int(number) for number in command[3:6]], set(pass_fds))
+        gc.enable()
+        FORKED.add(self.pid)
 
     @staticmethod
     def _serve(numbers: Sequence[int], kept: set[int]) -> None:
         code = 1
         try:
-            gc.disable()
             os.setsid()
             for name in os.listdir("/proc/self/fd"):
                 if int(name) > 2 and int(name) not in kept:

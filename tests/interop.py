@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.any_accelerator import AnyAcceleratorStrategy
+from lightning_zenflow.any_accelerator import _AnyAcceleratorStrategy
 from tests.cases import gathered
 from tests.modules import FEATURES, QUIET, Small
 
@@ -28,7 +28,7 @@ ALL_SELECTED: dict[str, Any] = {"topk_ratio": 1}
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
-class PlainOnCpu(AnyAcceleratorStrategy):
+class PlainOnCpu(_AnyAcceleratorStrategy):
     """Lightning's DeepSpeed strategy on CPU, where the ranks were started from outside."""
 
     def _configure_launcher(self) -> None:

@@ -87,7 +87,7 @@ class Run:
         on_host = self._random.random() < 0.5
         device = self._compute(self._noisy(machine.device_secs) + (0.0 if on_host else pause))
         stall, select, copy, agreement, mass = 0.0, 0.0, 0.0, None, None
-        stall += self._wait("accumulate", self.step - 2)  # two gradient slots, used in turn
+        stall += self._wait("accumulate", self.step - 2)  # the slot of the last one is overwritten behind the host
         if self._intervals.select_interval is not None and self.step == self._next_selection:
             self._next_selection += self._intervals.select_interval
             first = self.step == 1

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
-from lightning_zenflow.any_accelerator import AnyAcceleratorStrategy
+from lightning_zenflow.any_accelerator import _AnyAcceleratorStrategy
 
 WIDTH, DEPTH, TOKENS = 1024, 8, 32
 TURNS, SAVES = 3, 4
@@ -57,8 +57,8 @@ class Saves(Callback):
             self.secs.append(time.perf_counter() - begin)
 
 
-def plain() -> AnyAcceleratorStrategy:
-    strategy = AnyAcceleratorStrategy(stage=2, offload_optimizer=True)
+def plain() -> _AnyAcceleratorStrategy:
+    strategy = _AnyAcceleratorStrategy(stage=2, offload_optimizer=True)
     assert isinstance(strategy.config, dict)
     # DeepSpeed's own CPU Adam needs a compiler; what is saved is the same.
     strategy.config.update(zero_force_ds_cpu_optimizer=False, zero_allow_untested_optimizer=True)

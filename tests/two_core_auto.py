@@ -43,14 +43,12 @@ def slow_down(factor: float) -> None:
 import time
 from lightning_zenflow.offload import worker
 def slower(work):
-    def call(self, command):
+    def call(self, *args):
         begin = time.perf_counter()
-        result = work(self, command)
+        work(self, *args)
         time.sleep(({factor} - 1) * (time.perf_counter() - begin))
-        return result
     return call
-worker.HostAdamW.accumulate = slower(worker.HostAdamW.accumulate)
-worker.HostAdamW.update = slower(worker.HostAdamW.update)
+worker.HostAdamW._sweep = slower(worker.HostAdamW._sweep)
 """
     process.BOOTSTRAP = process.BOOTSTRAP.replace("main(*", f"exec({patch!r})\nmain(*")
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_inf
 from lightning_zenflow.callbacks.own_strategy import zenflow_strategy
 from lightning_zenflow.callbacks.record import read_changes
 from lightning_zenflow.config import check_interval
+from lightning_zenflow.stats import StepStats
 from lightning_zenflow.strategy import ZenFlowStrategy
 from lightning_zenflow.tuner import Controller, Decision, Intervals, Observation, TunerOptions, Window, WindowCollector
 
@@ -93,6 +94,7 @@ class AutoTuner(Callback):
             self._controller.load_state_dict({**self._learned, "intervals": asdict(start)})
             strategy.change_intervals(*_pair(start))
         self._collector = WindowCollector(self._controller.window_steps)
+        self._gradient_secs = 0.0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         strategy = zenflow_strategy(trainer, type(self).__name__)
@@ -103,13 +105,14 @@ class AutoTuner(Callback):
         if self._changes is not None:
             self._replay(strategy)
         elif stats.step > strategy.zenflow.full_warm_up_rounds:  # in warm-up the device waits for the host by intention
+            accumulate_secs, update_secs = self._host_secs(stats)
             window = self._collector.add(
                 Observation(
                     step_secs=stats.step_secs,
                     update_stall_secs=stats.update_stall_secs,
                     select_stall_secs=stats.select_stall_secs,
-                    accumulate_secs=stats.worker_accumulate_secs,
-                    update_secs=stats.worker_update_secs,
+                    accumulate_secs=accumulate_secs,
+                    update_secs=update_secs,
                     agreement=stats.selection_agreement,
                     deferred_mass_ratio=stats.deferred_mass_ratio,
                     copy_secs=stats.copy_secs,
@@ -117,6 +120,13 @@ class AutoTuner(Callback):
             )
             if window is not None:
                 self._decide(strategy, window)
+
+    def _host_secs(self, stats: StepStats) -> tuple[float, float]:
+        """Busy times as if the gradient had been added to all blocks first, so that they compare over intervals."""
+        blocks = stats.update_interval
+        if blocks > 1:  # the block of the step takes its part of the gradient in its update
+            self._gradient_secs = stats.worker_accumulate_secs * blocks / (blocks - 1)
+        return self._gradient_secs, max(0.0, stats.worker_update_secs - self._gradient_secs / blocks)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._learned = self.learned
@@ -163,13 +173,8 @@ class AutoTuner(Callback):
 
     def _options(self, strategy: ZenFlowStrategy) -> TunerOptions:
         zenflow, facts = strategy.zenflow, strategy.run_facts
-        fewest_blocks = torch.tensor(facts.fewest_blocks, device=strategy.root_device)
-        # One rank may sit on a machine with less memory than the others.
-        least = max(self._bounds["min_update_interval"], int(strategy.reduce(fewest_blocks, reduce_op="max")))
-        bounds = {**self._bounds, "min_update_interval": least}
-        bounds["max_update_interval"] = max(least, bounds["max_update_interval"])
         return TunerOptions(
-            **bounds,
+            **self._bounds,
             stall_budget=min(zenflow.stall_budget, 0.999),
             tune_update=zenflow.update_interval == "auto",
             tune_select=zenflow.select_interval == "auto" and zenflow.topk_ratio > 0,

@@ -1,7 +1,7 @@
 """Masters and moments as they are once every gradient that the host held back is applied.
 
 For another number of ranks, where blocks are cut elsewhere: what a settle would have done before saving is done here,
-by the same code on the stored tensors.
+by the same code on the stored tensors, with moments in the dtype that the run which saved them kept them in.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.offload.layout import ArenaLayout
-from lightning_zenflow.offload.protocol import Restore, Start, Update
+from lightning_zenflow.offload.protocol import Ledger, Restore, Start, Update
 from lightning_zenflow.offload.worker import HostAdamW
-from lightning_zenflow.selected import HostState, SelectedLayout, piece_view
+from lightning_zenflow.selected import HostState
+from lightning_zenflow.selected_layout import SelectedLayout, piece_view
 from lightning_zenflow.shard_state import ShardState
 from lightning_zenflow.shards import Segment, ShardTable
 
@@ -49,16 +50,21 @@ class _Memory:
     exp_avg_sq: Tensor
     accumulator: Tensor
     outboxes: tuple[Tensor, Tensor]
-    slots: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0), torch.empty(0)))
+    slot: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @classmethod
     def of(cls, table: ShardTable, source: Source, state: ShardState) -> _Memory:
-        layout = ArenaLayout(table.numel, state.layout.wire_dtype, len(state.held))
-        master, exp_avg, exp_avg_sq, accumulator = (torch.zeros(table.numel) for _ in range(4))
+        layout = ArenaLayout(table.numel, state.layout.wire_dtype, len(state.held), state.moments_dtype)
+        master = torch.zeros(table.numel)
+        exp_avg, exp_avg_sq = (torch.zeros(table.numel, dtype=layout.moments_dtype) for _ in range(2))
         fill(HostState(master, exp_avg, exp_avg_sq), table, source)
+        accumulator = torch.zeros(sum(held > 0 for held in state.held) * layout.block_numel)
+        lanes = Ledger(len(state.held), len(table.group_ends))
+        lanes.restore(_restore(state))
         for start, gradients in state.accumulated:
-            accumulator[start : start + gradients.numel()] = gradients
-        outbox = torch.empty(layout.outbox_numel, dtype=layout.wire_dtype)
+            at = lanes.lanes[start // layout.block_numel] * layout.block_numel
+            accumulator[at : at + gradients.numel()] = gradients
+        outbox = torch.empty(layout.block_numel, dtype=layout.wire_dtype)
         return cls(layout, master, exp_avg, exp_avg_sq, accumulator, (outbox, outbox))
 
     def rebuild(self, blocks: int) -> None:
@@ -105,18 +111,16 @@ def _settle(state: ShardState, table: ShardTable, source: Source, groups: tuple[
     # Blocks hold a shadow of the selected elements, whose own state is stored: it is put back afterwards.
     selected = SelectedLayout(table, table.by_index(state.columns), torch.device("cpu"))
     regions = (memory.master, memory.exp_avg, memory.exp_avg_sq)
-    kept = [_pack(selected, region) for region in regions]
+    kept = [selected.packed_from(region) for region in regions]
     start = Start(memory.layout, table.group_ends, None, state.lr_scale)
     host = HostAdamW(memory, start, 1, lambda: None)
-    host.ledger.restore(Restore(tuple(state.held), tuple(tuple(sums) for sums in state.lr_sums)))
+    host.ledger.restore(_restore(state))
     for block in range(len(state.held)):
-        host.update(Update(block, 0, state.clock, 0.0, groups))
+        host.update(Update(block, 0, state.clock, 0.0, groups), lambda answer: None)
     for region, packed in zip(regions, kept, strict=True):
         selected.unpack(packed, piece_view(region))
     return memory
 
 
-def _pack(layout: SelectedLayout, flat: Tensor) -> Tensor:
-    packed = torch.empty(layout.numel)
-    layout.pack(piece_view(flat), packed)
-    return packed
+def _restore(state: ShardState) -> Restore:
+    return Restore(tuple(state.held), tuple(tuple(sums) for sums in state.lr_sums))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zenflow.checkpoint.disk import sync_descriptor
+from lightning_zenflow.checkpoint.widened import Widening
 
 CHUNK_NBYTES = 64 << 20
 """So much is written while as much before it goes to the disk."""
@@ -21,12 +22,16 @@ CHUNK_NBYTES = 64 << 20
 class SteadyWriter(io.RawIOBase):
     """A new file, durable once it is closed. For `torch.save`.
 
+    Args:
+        path: Of the file.
+        widening: Tensors that are written as something else than their memory holds.
+
     Raises:
         OSError: The disk is full or broken; it carries the file's name.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, widening: Widening | None = None) -> None:
+        self._path, self._widening = path, widening or Widening()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._pool = ThreadPoolExecutor(1, "zenflow-sync")
         self._syncing: Future[None] | None = None
@@ -36,8 +41,12 @@ class SteadyWriter(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        rest = memoryview(data).cast("B")
-        total = len(rest)
+        whole = memoryview(data).cast("B")
+        for part in self._widening.parts(whole):
+            self._write(part)
+        return len(whole)
+
+    def _write(self, rest: memoryview) -> None:
         while rest:
             part = rest[: CHUNK_NBYTES - self._unsynced_nbytes]
             try:
@@ -49,7 +58,6 @@ class SteadyWriter(io.RawIOBase):
             self._unsynced_nbytes += written
             if self._unsynced_nbytes >= CHUNK_NBYTES:
                 self._start_sync()
-        return total
 
     def _start_sync(self) -> None:
         self._wait()  # at most two chunks are ever on their way to the disk

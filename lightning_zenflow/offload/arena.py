@@ -30,12 +30,12 @@ class Arena:
 
     Attributes:
         layout: The layout.
-        slots: Two gradient slots, `[numel]`, wire dtype.
-        outboxes: Two outbox halves, `[outbox_numel]`, wire dtype; a block fills its half from the start.
+        slot: The gradient of a step, `[numel]`, wire dtype.
+        outboxes: Two outbox halves, `[block_numel]`, wire dtype; a block fills its half from the start.
         master: fp32 `[numel]`.
-        exp_avg: fp32 `[numel]`.
-        exp_avg_sq: fp32 `[numel]`.
-        accumulator: fp32 `[numel]`.
+        exp_avg: `[numel]`, `moments_dtype` of the layout.
+        exp_avg_sq: `[numel]`, the same.
+        accumulator: Sums of gradients, fp32 `[lanes * block_numel]`; a lane begins with what it was left with.
     """
 
     def __init__(self, fd: int, layout: ArenaLayout) -> None:
@@ -49,7 +49,7 @@ class Arena:
             os.close(fd)
             raise _refused("mmap", layout, error) from error
         self._map: mmap.mmap | None = mapping
-        self.slots = (self._view("slot0"), self._view("slot1"))
+        self.slot = self._view("slot")
         self.outboxes = (self._view("outbox0"), self._view("outbox1"))
         self.master = self._view("master")
         self.exp_avg = self._view("exp_avg")
@@ -57,42 +57,47 @@ class Arena:
         self.accumulator = self._view("accumulator")
 
     def _view(self, name: str) -> torch.Tensor:
-        region = self.layout.regions[name]
-        return torch.frombuffer(self._map, dtype=region.dtype, count=region.numel, offset=region.offset_bytes)
+        return self.view(name, 0, self.layout.regions[name].numel)
+
+    def lane(self, lane: int, numel: int) -> torch.Tensor:
+        """The first `numel` elements of a lane of the accumulator, with a storage of their own."""
+        start = lane * self.layout.block_numel
+        return self.view("accumulator", start, start + numel)
 
     def view(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The elements `start` to `stop` of a region, with a storage of their own: `torch.save` writes them alone."""
         region = self.layout.regions[name]
+        if start == stop:
+            return torch.empty(0, dtype=region.dtype)
         offset = region.offset_bytes + start * region.dtype.itemsize
         return torch.frombuffer(self._map, dtype=region.dtype, count=stop - start, offset=offset)
 
     def rebuild(self, blocks: int) -> None:
-        """Both sides, each for itself: makes the outbox halves fit this number of blocks. What they hold is lost.
+        """Both sides, each for itself: makes outbox halves and lanes fit this number of blocks. What they hold is lost.
 
         A pinned exchange region is pinned anew at its new size. Nobody may use an outbox half meanwhile.
-
-        Raises:
-            ValueError: The mapping has no room for so few blocks.
         """
         layout = dataclasses.replace(self.layout, blocks=blocks)
         runtime = self._pinned_by
         self.unpin()
         self.layout = layout
         self.outboxes = (self._view("outbox0"), self._view("outbox1"))
+        self.accumulator = self._view("accumulator")
         if runtime is not None:
             self.pin(runtime)
 
     def trim(self) -> None:
-        """Trainer: gives back what the outbox halves no longer use.
+        """Trainer: gives back what outbox halves and lanes no longer use.
 
         The trainer alone: the worker comes to a rebuild later, and would take pages that the trainer has pinned since.
         """
         self._give_back(self.layout.exchange_nbytes, self.layout.regions["master"].offset_bytes)
+        self._give_back(self.layout.regions["accumulator"].offset_bytes, self.layout.nbytes)
 
     def keep_state(self) -> None:
         """Trainer, once the worker has ended: unpins, and gives back everything but masters and moments.
 
-        Slots, outbox halves and accumulator read as zeros afterwards.
+        Slot, outbox halves and accumulator read as zeros afterwards.
         """
         self.unpin()
         self._give_back(0, self.layout.regions["master"].offset_bytes)
@@ -152,7 +157,7 @@ class Arena:
         nbytes = self.layout.exchange_nbytes
         try:
             runtime = torch.cuda.cudart() if cudart is None else cudart
-            status = int(runtime.cudaHostRegister(self.slots[0].data_ptr(), nbytes, 0))
+            status = int(runtime.cudaHostRegister(self.slot.data_ptr(), nbytes, 0))
             reason = f"cudaHostRegister returned {status}"
         except (RuntimeError, AssertionError, AttributeError) as error:
             status, reason = -1, str(error)
@@ -172,7 +177,7 @@ class Arena:
         if runtime is None:
             return
         try:
-            runtime.cudaHostUnregister(self.slots[0].data_ptr())
+            runtime.cudaHostUnregister(self.slot.data_ptr())
         except RuntimeError as error:  # a broken CUDA context cannot be mended here, and must not hide the first error
             _log.debug("cudaHostUnregister: %s", error)
 
@@ -184,8 +189,8 @@ class Arena:
         if self._map is None:
             return
         self.unpin()  # before unmapping: the driver must not keep a lock on pages that are gone
-        self.slots = self.outboxes = (torch.empty(0), torch.empty(0))
-        self.master = self.exp_avg = self.exp_avg_sq = self.accumulator = torch.empty(0)
+        self.outboxes = (torch.empty(0), torch.empty(0))
+        self.slot = self.master = self.exp_avg = self.exp_avg_sq = self.accumulator = torch.empty(0)
         mapping, self._map = weakref.ref(self._map), None
         if mapping() is None:
             self.free()
@@ -226,7 +231,7 @@ def _refused(call: str, layout: ArenaLayout, error: Exception) -> MemoryError:
     soft = resource.getrlimit(getattr(resource, name))[0]
     limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft) if call == "memfd_create" else _size(soft)
     return MemoryError(
-        f"The host state needs {_size(layout.nbytes)} for {layout.numel:,} parameters of this rank, but {call} was"
+        f"The host state needs {_size(layout.nbytes)} of address space for {layout.numel:,} parameters, but {call} was"
         f" refused: {error} ({name}: {limit}). Raise the limit (`{command}`), or use more ranks: each then holds less."
     )
 

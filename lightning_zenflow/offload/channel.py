@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from lightning_zenflow.offload.errors import WorkerDied, WorkerTimeout
 from lightning_zenflow.offload.process import WorkerProcess
 from lightning_zenflow.offload.protocol import (
-    Accumulate,
-    Accumulated,
+    Advance,
+    Answer,
     Command,
     Failure,
+    Read,
     Ready,
     Reply,
     Update,
@@ -27,15 +28,18 @@ class Channel:
 
     Attributes:
         unanswered: Commands that the worker has not finished, oldest first.
+        read_from: From which element on the oldest unanswered command has read the slot; `None` for nothing.
         updated: Answers to updates that nobody has collected, oldest first.
         answers: All answers since the last `take_answers`, for whoever draws what the worker did.
         is_closed: No call is accepted any more.
     """
 
     def __init__(self, process: WorkerProcess, timeout_secs: float) -> None:
-        self.unanswered: deque[Accumulate | Update] = deque()
+        self.unanswered: deque[Update | Advance] = deque()
+        self.read_from: int | None = None
+        self._is_half_answered = False
         self.updated: deque[Updated] = deque()
-        self.answers: list[Accumulated | Updated] = []
+        self.answers: list[Answer] = []
         self.is_closed = False
         self._process = process
         self._timeout_secs = timeout_secs
@@ -43,6 +47,11 @@ class Channel:
         self._death: WorkerDied | None = None
         self._is_busy = False
         self._is_torn = False
+
+    @property
+    def running(self) -> int:
+        """Updates whose block is not finished; the oldest command may have the others still to do."""
+        return sum(isinstance(command, Update) for command in self.unanswered) - self._is_half_answered
 
     def wait_ready(self, limit_secs: float) -> None:
         """Waits for the answer to `Start`, at most `limit_secs`."""
@@ -63,9 +72,8 @@ class Channel:
             except OSError:
                 self._take_answers()  # there may be a traceback
                 raise self._died() from None
-            if isinstance(command, (Accumulate, Update)):
+            if isinstance(command, (Update, Advance)):
                 self.unanswered.append(command)
-            if isinstance(command, Update):
                 self._last_clock = command.clock
             self._is_torn = False
 
@@ -76,6 +84,11 @@ class Channel:
             while not done():
                 if self._receive(max(0.0, deadline - time.monotonic())) is None:
                     raise self._timeout()
+
+    def take_over(self) -> None:
+        """Takes over the answers that have come. Does not wait."""
+        with self._alone():
+            self._take_answers()
 
     def check(self) -> None:
         """Raises `WorkerDied` if the worker has ended. Does not wait."""
@@ -125,13 +138,17 @@ class Channel:
             raise self._died() from None
         if isinstance(reply, Failure):
             raise self._died(reply)
-        if isinstance(reply, Accumulated):
-            self.unanswered.popleft()  # answered in order
+        if isinstance(reply, Read):
+            self.read_from = reply.first
+        elif isinstance(reply, Answer):
             self.answers.append(reply)
-        elif isinstance(reply, Updated):
-            self.unanswered.popleft()
-            self.updated.append(reply)
-            self.answers.append(reply)
+            oldest = self.unanswered[0]
+            if isinstance(reply, Updated):
+                self.updated.append(reply)
+            self._is_half_answered = isinstance(reply, Updated) and isinstance(oldest, Update) and oldest.others
+            if not self._is_half_answered:  # the last answer; they come in order
+                self.unanswered.popleft()
+                self.read_from = None
         self._is_torn = reply is None  # stopped in the middle of a message
         return reply
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import weakref
 from collections.abc import Sequence
@@ -16,8 +15,19 @@ from lightning_zenflow.offload.errors import WorkerDied, WorkerTimeout
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.memory import check_host_memory
 from lightning_zenflow.offload.process import WorkerProcess
-from lightning_zenflow.offload.protocol import Accumulate, Accumulated, Ledger, Rebuild, Restore, Start, Update, Updated
+from lightning_zenflow.offload.protocol import (
+    Advance,
+    Answer,
+    Gradient,
+    Ledger,
+    Rebuild,
+    Restore,
+    Start,
+    Update,
+    Updated,
+)
 from lightning_zenflow.offload.watch import DeathWatch
+from lightning_zenflow.schedule import block_range
 
 START_TIMEOUT_SECS = 60.0
 """How long the worker may take until it is ready; 3 seconds are usual."""
@@ -31,7 +41,7 @@ class HostClient:
     Used by one thread of the trainer. A forked child of the trainer that drops it or exits leaves the worker alone.
 
     Attributes:
-        arena: The shared memory. Write a slot only after `wait_slot`, masters and moments only after `drain`.
+        arena: The shared memory. Write the slot only after `wait_slot`, masters and moments only after `drain`.
         ledger: What the accumulator holds, per block, once `drain` has returned.
     """
 
@@ -88,7 +98,7 @@ class HostClient:
         ends = tuple(group_ends)
         if not ends or ends[-1] != layout.numel or list(ends) != sorted(ends) or ends[0] < 0:
             raise ValueError(f"`group_ends` must rise to `numel` {layout.numel}, got {ends}. Pass cumulative ends.")
-        layout = _affordable(layout, local_ranks)
+        check_host_memory(layout.touched_nbytes, local_ranks, numel=layout.numel)
         arena = Arena.create(layout)
         try:
             process = WorkerProcess.start(arena.fd, timeout_secs)
@@ -117,21 +127,24 @@ class HostClient:
     @property
     def outstanding(self) -> int:
         """Updates launched and not yet collected."""
-        running = sum(isinstance(command, Update) for command in self._channel.unanswered)
-        return running + len(self._channel.updated)
+        return self._channel.running + len(self._channel.updated)
 
-    def take_answers(self) -> list[Accumulated | Updated]:
+    def take_answers(self) -> list[Answer]:
         """What the worker has reported since the last call, in order. Does not wait."""
         answers, self._channel.answers = self._channel.answers, []
         return answers
 
-    def accumulate(self, slot: int, scale: float, lrs: Sequence[float]) -> None:
-        """Launches accumulator += `scale` * slot, for a step with rates `lrs` (one per group). Does not wait."""
-        command = Accumulate(slot, scale, tuple(lrs))
-        self._channel.launch(command)
-        self.ledger.add(command.lrs)
-
-    def update(self, block: int, half: int, clock: int, look_ahead: float, groups: Sequence[Hyper]) -> None:
+    def update(
+        self,
+        block: int,
+        half: int,
+        clock: int,
+        look_ahead: float,
+        groups: Sequence[Hyper],
+        gradient: Gradient | None = None,
+        *,
+        others: bool = False,
+    ) -> None:
         """Launches one AdamW step on `block`, result into outbox `half`. Does not wait.
 
         Args:
@@ -140,12 +153,29 @@ class HostClient:
             clock: The step number.
             look_ahead: How far the outbox is extrapolated, as a share of the master's move.
             groups: Settings of each group.
+            gradient: Of this step, in the slot, if the update contains it.
+            others: Whether the accumulators of all other blocks get it as well.
         """
-        self._channel.launch(Update(block, half, clock, look_ahead, tuple(groups)))
-        self.ledger.take(block)
+        self._channel.launch(Update(block, half, clock, look_ahead, tuple(groups), gradient, others))
+        if others:
+            assert gradient is not None
+            self.ledger.add_to_others(block, gradient)
+        self.ledger.take(block, gradient)
+
+    def advance(self, clock: int, groups: Sequence[Hyper]) -> None:
+        """Launches one AdamW step on every block that holds steps; the outboxes stay as they are. Does not wait.
+
+        Args:
+            clock: The step number.
+            groups: Settings of each group.
+        """
+        self._channel.launch(Advance(clock, tuple(groups)))
+        for block, held in enumerate(self.ledger.held):
+            if held:
+                self.ledger.take(block)
 
     def restore(self, held: Sequence[int], lr_sums: Sequence[Sequence[float]]) -> None:
-        """Tells what the accumulator holds, per block, after it was filled from a checkpoint. Does not wait."""
+        """Tells what the accumulator holds, per block; the caller fills the ledger's lanes. Does not wait."""
         command = Restore(tuple(held), tuple(tuple(sums) for sums in lr_sums))
         self._channel.launch(command)
         self.ledger.restore(command)
@@ -155,7 +185,6 @@ class HostClient:
         self.drain()
         self._channel.updated.clear()
         if any(self.ledger.held):
-            self.arena.accumulator.zero_()
             self.restore([0] * len(self.ledger.held), [[0.0] * len(sums) for sums in self.ledger.lr_sums])
 
     def adopt(self, block: int, half: int) -> None:
@@ -167,7 +196,6 @@ class HostClient:
 
         Raises:
             RuntimeError: A block holds steps, or an update has not been collected. Settle first.
-            ValueError: There are fewer blocks than `arena.layout.fewest_blocks`.
         """
         if self.outstanding:
             raise RuntimeError(
@@ -192,10 +220,30 @@ class HostClient:
         self._channel.wait_until(lambda: bool(self._channel.updated))
         return self._channel.updated.popleft()
 
-    def wait_slot(self, slot: int) -> None:
-        """Waits until gradient slot `slot` has been read, at most `timeout_secs`; it may be overwritten then."""
-        reads = self._channel.unanswered
-        self._channel.wait_until(lambda: all(getattr(command, "slot", None) != slot for command in reads))
+    def slot_is_read(self, start: int, stop: int) -> bool:
+        """Whether the worker has read the slot's elements `start` to `stop`, so that they may be overwritten. Does not wait."""
+        if self._was_read(start, stop):
+            return True
+        self._channel.take_over()
+        return self._was_read(start, stop)
+
+    def wait_slot(self, start: int, stop: int) -> None:
+        """Waits until the slot's elements `start` to `stop` have been read, at most `timeout_secs`."""
+        self._channel.wait_until(lambda: self._was_read(start, stop))
+
+    def _was_read(self, start: int, stop: int) -> bool:
+        return not any(self._reads(command, start, stop) for command in self._channel.unanswered)
+
+    def _reads(self, command: Update | Advance, start: int, stop: int) -> bool:
+        """Whether an unanswered command may still read elements of the slot."""
+        layout = self.arena.layout
+        if isinstance(command, Advance) or command.gradient is None:
+            return False
+        if not command.others:
+            first, last = block_range(layout.numel, layout.blocks, command.block)
+            return start < last and first < stop
+        is_begun = command is self._channel.unanswered[0] and self._channel.read_from is not None
+        return not is_begun or start < (self._channel.read_from or 0)
 
     def drain(self) -> None:
         """Waits until the worker is idle, at most `timeout_secs`. Updates stay to be collected."""
@@ -225,23 +273,6 @@ class HostClient:
         """Ends the worker, unpins and returns the memory. Idempotent, bounded, and fine if the worker is dead."""
         self._channel.is_closed = True
         self._release()
-
-
-def _affordable(layout: ArenaLayout, local_ranks: int) -> ArenaLayout:
-    """The layout with room for as few blocks as the memory allows.
-
-    Raises:
-        MemoryError: It does not suffice for `layout.blocks`.
-    """
-    assert layout.fewest_blocks is not None
-    for fewest in range(layout.fewest_blocks, layout.blocks):
-        roomy = dataclasses.replace(layout, fewest_blocks=fewest)
-        with contextlib.suppress(MemoryError):
-            check_host_memory(roomy.nbytes, local_ranks, numel=layout.numel)
-            return roomy
-    exact = dataclasses.replace(layout, fewest_blocks=layout.blocks)
-    check_host_memory(exact.nbytes, local_ranks, numel=layout.numel)
-    return exact
 
 
 def _release(owner_pid: int, watch: DeathWatch, process: WorkerProcess, arena: Arena) -> None:

@@ -7,13 +7,14 @@ works from notebooks, threads and daemonic parents.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,14 @@ class WorkerProcess:
     def __init__(self, popen: subprocess.Popen[bytes], connection: Connection) -> None:
         self._popen = popen
         self._connection = connection
-        self._sources: list[Any] = [connection]
+        # Registered once: `multiprocessing.connection.wait` does it anew at each call, which takes longer than the message.
+        self._incoming, self._anything = select.poll(), select.poll()
+        self._incoming.register(connection.fileno(), select.POLLIN)
+        self._anything.register(connection.fileno(), select.POLLIN)
         self._pidfd = _pidfd(popen.pid)
         if self._pidfd >= 0:
             # A child that another thread forks during our start may hold the worker's end: no end of file then.
-            self._sources.append(self._pidfd)
+            self._anything.register(self._pidfd, select.POLLIN)
         self.pid = popen.pid
 
     @classmethod
@@ -113,7 +117,7 @@ class WorkerProcess:
     def wait(self, timeout_secs: float) -> bool:
         """Whether there is something to `receive` within `timeout_secs`. An exception in here loses nothing."""
         # Wakes on a message, on the end of file, or on the worker's end; never later than the timeout.
-        return bool(mp_connection.wait(self._sources, timeout_secs))
+        return bool(self._anything.poll(math.ceil(1e3 * timeout_secs)))
 
     def receive(self) -> Any | None:
         """The message that `wait` has announced, or `None` if it is not whole.
@@ -122,7 +126,7 @@ class WorkerProcess:
             EOFError: The worker is gone, and all it has sent was received.
         """
         try:
-            if self._connection.poll(0):
+            if self._incoming.poll(0):
                 return self._connection.recv()
         except BlockingIOError:
             return None  # stopped in the middle of a message

@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from lightning_zenflow.offload.arena import ArenaLayout
 from lightning_zenflow.offload.client import HostClient
+from lightning_zenflow.offload.layout import MOMENTS_DTYPES, ArenaLayout
 from lightning_zenflow.shard_optimizer import Outcome, ShardOptimizer
 from lightning_zenflow.shard_state import StoredLayout
 from lightning_zenflow.shards import Segment, ShardTable
@@ -19,10 +19,6 @@ from lightning_zenflow.signals import postponed
 from lightning_zenflow.weights import ShardWeights
 from lightning_zenflow.zero.settings import RunSettings
 from lightning_zenflow.zero.stored import StoresState
-
-_CPU_PIECE_NUMEL = 1 << 18
-"""On CPU a gradient is measured, packed and copied in pieces of this size, which stay in cache; kernels of a GPU want it
-whole."""
 
 
 class ZenFlowZero(StoresState):
@@ -94,13 +90,13 @@ class ZenFlowZero(StoresState):
         # Sums of micro-batches, by parameter index.
         self._sums: dict[int, Tensor] = {}
         self._params, self._layout = self._read_layout()
-        piece_numel = _CPU_PIECE_NUMEL if self._device.type == "cpu" else 1 << 62
-        self._tables = [self._layout.table(rank, piece_numel) for rank in range(self._world_size)]
+        self._tables = [self._layout.table(rank) for rank in range(self._world_size)]
         table = self._tables[self._rank]
         self._indices = {id(param): index for index, param in enumerate(self._params)}
         self._segments = {id(self._params[segment.param]): segment for segment in table.segments}
         config = self.settings.config
-        layout = ArenaLayout(table.numel, self.dtype, config.update_interval_steps(), fewest_blocks=1)
+        moments_dtype = MOMENTS_DTYPES[config.moments_dtype]
+        layout = ArenaLayout(table.numel, self.dtype, config.update_interval_steps(), moments_dtype)
         client = HostClient.start(
             layout,
             table.group_ends,

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Zero
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.directory import TAG
+from lightning_zenflow.checkpoint.widened import Widening
 from lightning_zenflow.checkpoint.writer import SteadyWriter
 from lightning_zenflow.zero.stored import StoresState
 
@@ -26,13 +27,17 @@ def state_name(rank: int) -> str:
     return f"zenflow_rank_{rank:04}.pt"
 
 
-def rank_files(engine: Any, zero: StoresState, *, weights_only: bool, with_partial_step: bool) -> dict[str, Any]:
+def rank_files(
+    engine: Any, zero: StoresState, *, weights_only: bool, with_partial_step: bool, widening: Widening
+) -> dict[str, Any]:
     """What every rank writes, by file name: its masters and moments, and what only ZenFlow knows.
 
-    With `weights_only` the masters alone. The tensors are views that are valid until the next step.
+    With `weights_only` the masters alone. The tensors are views that are valid until the next step, and stand-ins of
+    `widening` where the host keeps moments in 16 bit.
     """
-    optimizer = zero.state_dict()
+    optimizer = zero.state_dict(widening)
     if weights_only:
+        widening.forget()
         optimizer[zero.optimizer_key] = {**optimizer[zero.optimizer_key], "state": {}}
     states = {"optimizer_state_dict": optimizer, "ds_config": engine.config, "ds_version": _version()}
     files: dict[str, Any] = {Path(engine._get_zero_ckpt_name("", TAG)).name: states}
@@ -118,7 +123,7 @@ def _version() -> str:
     return str(deepspeed.__version__)
 
 
-def write(path: Path, content: Any) -> None:
+def write(path: Path, content: Any, widening: Widening | None = None) -> None:
     """Writes one file with `torch.save`; it is on the disk afterwards.
 
     Without checksums, which nobody reads and which would take longer than writing: `torch.load` does not compare them.
@@ -128,7 +133,7 @@ def write(path: Path, content: Any) -> None:
     before = get_crc32_options()
     set_crc32_options(False)
     try:
-        with SteadyWriter(path) as file:
+        with SteadyWriter(path, widening) as file:
             torch.save(content, cast(IO[bytes], file))
     finally:
         set_crc32_options(before)

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_zenflow.checkpoint import directory
 from lightning_zenflow.checkpoint.errors import CheckpointError
+from lightning_zenflow.checkpoint.widened import Widening
 from lightning_zenflow.zero import files
 from lightning_zenflow.zero.stored import StoresState
 
@@ -57,10 +58,17 @@ class Saving:
                     )
             with self._step("write the state"):
                 if zero is not None:
+                    widening = Widening()
                     parts = files.rank_files(
-                        engine, zero, weights_only=weights_only, with_partial_step=with_partial_step
+                        engine,
+                        zero,
+                        weights_only=weights_only,
+                        with_partial_step=with_partial_step,
+                        widening=widening,
                     )
-                    self._write(parts)
+                    self._write(parts, widening)
+                    if not widening.complete():  # PyTorch writes in another way: at the cost of memory instead
+                        self._write(parts)
             with self._step("write the weights"):  # from the gathering on: what fails here is told to the other ranks
                 self._write(files.model_file(engine, client_state, exclude_frozen=exclude_frozen))
                 if self._rank == 0:
@@ -76,9 +84,9 @@ class Saving:
                 directory.discard(self._staging)
             raise
 
-    def _write(self, parts: Mapping[str, Any]) -> None:
+    def _write(self, parts: Mapping[str, Any], widening: Widening | None = None) -> None:
         for name, content in parts.items():
-            files.write(self._staging / directory.TAG / name, content)
+            files.write(self._staging / directory.TAG / name, content, widening)
 
     def _facts(self, zero: StoresState | None, weights_only: bool) -> dict[str, Any]:
         layout = zero.layout if zero is not None else None

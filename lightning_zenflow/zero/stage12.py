@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from torch import Tensor
 
 from lightning_zenflow.offload.client import HostClient
-from lightning_zenflow.selected import SelectedLayout
+from lightning_zenflow.selected_layout import SelectedLayout
 from lightning_zenflow.shard_optimizer import Outcome
 from lightning_zenflow.shard_state import StoredLayout
 from lightning_zenflow.shards import ParamSpec, Segment, ShardTable
@@ -157,7 +157,11 @@ class ZenFlowZeroOptimizer(ZenFlowZero, DeepSpeedZeroOptimizer):
         return module
 
     def _exchange(self, outcome: Outcome) -> None:
-        """Sends the other ranks what changed here: the selected values and one block, or everything after a barrier."""
+        """Sends the other ranks what changed here: the selected values and one block, or everything after a barrier.
+
+        After a re-selection that is everything indeed: the barrier has updated every block with what it held, and shows the
+        masters instead of the extrapolated weights, so that no deferred weight is what the other ranks have.
+        """
         start, stop = outcome.changed
         if stop - start == self._tables[self._rank].numel:
             self.gather_weights()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_zenflow.checkpoint.widened import Widening
 from lightning_zenflow.optimizer import ZenFlowAdamW
 from lightning_zenflow.selected import HostState
 from lightning_zenflow.shard_optimizer import ShardOptimizer
@@ -70,16 +71,17 @@ class StoresState:
             with postponed():
                 self.shard.complete_host_state()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, widening: Widening | None = None) -> dict[str, Any]:
         """This rank's state in DeepSpeed's own layout, for its tools and a plain `DeepSpeedStrategy`.
 
-        The tensors are views that are valid until the next step.
+        The tensors are views that are valid until the next step. Moments that the host keeps in 16 bit are copies in fp32,
+        or stand-ins of `widening`.
         """
         self.complete()
         self.elastic_checkpoint = False  # one layout for all: an elastic run reads it as well
         self.optimizer.state.clear()
         for partition, part in self.fp32_partitions():
-            self.optimizer.state[partition] = self._moments(part)
+            self.optimizer.state[partition] = self._moments(part, widening)
         try:
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         finally:
@@ -96,11 +98,15 @@ class StoresState:
         """DeepSpeed's fp32 partitions, which are views of the arena, and their places in the shard."""
         raise NotImplementedError
 
-    def _moments(self, part: slice) -> dict[str, Any]:
+    def _moments(self, part: slice, widening: Widening | None) -> dict[str, Any]:
         arena, clock = self.shard.host.arena, self.shard.clock
         # PyTorch counts steps in a tensor, DeepSpeed's optimizers in an integer.
         step = clock if self.optimizer.counts_in_integers else torch.tensor(float(clock))
-        return {"step": step, "exp_avg": arena.exp_avg[part], "exp_avg_sq": arena.exp_avg_sq[part]}
+        moments = arena.exp_avg[part], arena.exp_avg_sq[part]
+        if arena.layout.moments_dtype != torch.float32:  # exact, and what every reader of DeepSpeed's files expects
+            widen = torch.Tensor.float if widening is None else widening.stand_in
+            moments = widen(moments[0]), widen(moments[1])
+        return {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
 
     @property
     def layout(self) -> StoredLayout:

@@ -21,8 +21,9 @@ FACTORS: dict[str, list[Any]] = {
     "select_interval": [5, 3, 100],
     "lr_scale": ["linear", "sqrt", "none"],
     "decoupled": [True, False],
+    "moments_dtype": ["fp32", "bf16"],
     "skips_parameter": [True, False],
-    "nan_step": [None, 4],
+    "nan_step": [None, 4, 6],
     "small_pieces": [False, True],
     "settle_before_step": [None, 7],
     "changes": [None, ((3, 2, 7), (6, 8, 2), (7, 1, 2), (11, 3, 4)), ((4, 4, 2), (5, 4, 9), (9, 5, 1))],
@@ -58,7 +59,8 @@ def check(run_ranks: Any, cases: list[dict[str, Any]], world_size: int) -> None:
         for case, worst in zip(cases, differences, strict=True):
             assert worst["gradient"] < 1e-5, (rank, case, worst)  # autograd's own summation order
             assert worst["norm"] < 1e-6, (rank, case, worst)
-            assert worst["weights"] < 1e-6, (rank, case, worst)
+            # An error of 1e-7 may decide how a moment is rounded; other noise in either makes a difference of 5e-4.
+            assert worst["weights"] < (5e-5 if case["moments_dtype"] == "bf16" else 1e-6), (rank, case, worst)
 
 
 @pytest.mark.timeout(400)

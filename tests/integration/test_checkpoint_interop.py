@@ -120,6 +120,13 @@ def test_a_plain_run_takes_over_with_all_that_was_held(
             assert distance(whole, resumed) < (1e-6 if precision == "32-true" else 1e-3)
 
 
+def test_a_plain_run_takes_over_moments_that_were_kept_in_bf16(tmp_path: Path) -> None:
+    path = tmp_path / "narrow.ckpt"
+    saved = run(ours({**OFTEN, "moments_dtype": "bf16"}), Steady(), save=path).at_save
+    loaded = run(plain(), Steady(), path).at_start
+    assert saved["step"] == 6 and not differing(saved, loaded)
+
+
 # -- no jump -----------------------------------------------------------------------------------------------------------
 
 

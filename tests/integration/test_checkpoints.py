@@ -254,10 +254,10 @@ def test_a_full_disk_stops_the_run_in_words_and_keeps_the_checkpoint_before(
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    def fails(target: Path, content: Any) -> None:
+    def fails(target: Path, *content: Any) -> None:
         if "model_states" in target.name:
             monkeypatch.setattr(os, "write", full)
-        write(target, content)
+        write(target, *content)
 
     monkeypatch.setattr(files, "write", fails)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""`estimate` against real runs: on two cores of this machine, one of which plays the device, as in `examples/two_core.py`.
+"""`estimate` against real runs: on two cores of this machine, one of which plays the device, as in `lightning-zenflow bench`.
 
 Traffic is compared with counted bytes, to the last one. For times, the estimate measures models of three and six layers and
 has to predict models of eight and sixteen; everything is measured in fresh processes, in turn, on the same cores.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning_zenflow.cli.bench.settings import KEEP_MEMORY
 
 from lightning_zenflow import traffic
 from lightning_zenflow.work import Work
@@ -28,20 +29,16 @@ TOLERANCE_RATIO = 0.25
 STEPS, UPDATE_INTERVAL, TOPK_RATIO = 20, 4, 0.1
 MODES = ("compute", "zenflow", "zero_offload")
 
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 33), "MALLOC_MMAP_THRESHOLD_": str(1 << 33)}
-"""Lets glibc keep what is freed. It would give the gradients back to the system at every step and fetch them again, which
-takes from 10 to 60 ms of a 90 ms step, different from one process to the next where memory is reclaimed from a VM."""
-
 Samples = dict[str, list[float]]
 """Seconds by mode."""
 
 RUN = """
-import json, sys
-from examples import two_core
+import json, statistics, sys
+from lightning_zenflow.cli.bench.job import Job
+from lightning_zenflow.cli.bench.loop import measure
 mode, tokens, depth, steps, topk_ratio = sys.argv[1], *map(float, sys.argv[2:])
-build = two_core.build_model
-two_core.build_model = lambda: build(depth=int(depth))
-print(json.dumps(two_core.measure(mode, int(tokens), int(steps), topk_ratio)))
+job = Job(mode=mode, tokens=int(tokens), depth=int(depth), steps=int(steps), topk_ratio=topk_ratio)
+print(json.dumps(statistics.median(measure(job).step_ms)))
 """
 
 
@@ -61,8 +58,7 @@ def output(*args: object) -> str:
 
 def measured_secs(mode: str, tokens: int, depth: int) -> float:
     """Median step of a real run, without its first steps."""
-    found = json.loads(output("-c", RUN, mode, tokens, depth, STEPS, TOPK_RATIO).strip().splitlines()[-1])
-    return float(found["median"]) / 1e3
+    return float(output("-c", RUN, mode, tokens, depth, STEPS, TOPK_RATIO).strip().splitlines()[-1]) / 1e3
 
 
 def estimated_secs(numel: int, tokens: int) -> dict[str, float]:

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from lightning_zenflow.cli import main
 
-from examples import two_core
 from examples.quickstart import CharGPT, StandardLibraryText
 
 REPO = Path(__file__).resolve().parents[2]
@@ -94,7 +93,7 @@ def test_every_config_is_accepted_by_the_command_line(config: Path) -> None:
     assert done.returncode == 0, done.stderr
     printed = yaml.safe_load(done.stdout)
     given = yaml.safe_load(config.read_text())
-    assert printed["zenflow"].items() >= given["zenflow"].items()
+    assert printed["zenflow"].items() >= given.get("zenflow", {}).items()
     assert printed["trainer"]["strategy"] == given["trainer"]["strategy"]
 
 
@@ -123,43 +122,3 @@ def test_layers_are_made_once_whenever_that_is() -> None:
     assert {name: param.shape for name, param in at_once.named_parameters()} == {
         name: param.shape for name, param in made.items()
     }
-
-
-@pytest.mark.long
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core plays the accelerator, another the host")
-def test_the_two_core_comparison_prints_a_row_for_each_mode() -> None:
-    command = [sys.executable, str(REPO / "examples" / "two_core.py"), "--modes", "compute", "zenflow"]
-    command += ["--repeats", "1", "--steps", "10"]
-    done = subprocess.run(command, timeout=110, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()[1:]}
-    assert rows.keys() == {"compute", "zenflow"} and rows["zenflow"][-1] == "1.00x"
-    assert 0 < float(rows["compute"][0]) < float(rows["zenflow"][0])
-
-
-@pytest.mark.long
-@pytest.mark.timeout(240)
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core plays the accelerator, another the host")
-def test_the_two_core_comparison_under_zero_3_says_what_zero_3_itself_adds() -> None:
-    modes = ["compute", "zero_2", "zero", "zenflow_2", "zenflow"]
-    command = [sys.executable, str(REPO / "examples" / "two_core.py"), "--stage", "3", "--modes", *modes]
-    command += ["--repeats", "1", "--steps", "10"]
-    done = subprocess.run(command, timeout=230, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    *rows, said = done.stdout.splitlines()[1:]
-    assert [row.split()[0] for row in rows] == modes
-    assert re.search(r"a step of ZenFlow takes -?\d+ ms under ZeRO-3: .* that DeepSpeed's ZeRO-3 adds", said)
-
-
-def test_the_overhead_under_zero_3_is_weighed_against_zero_2_and_zero_3_itself() -> None:
-    def table(zenflow: float) -> dict[str, dict[str, float]]:
-        means = {"compute": 100.0, "zero_2": 900.0, "zero": 950.0, "zenflow_2": 150.0, "zenflow": zenflow}
-        passes = {"zero_2": 110.0, "zero": 130.0}
-        return {mode: {"mean": mean, "passes": passes.get(mode, 0.0)} for mode, mean in means.items()}
-
-    within = two_core.overhead_of_stage_3(table(180.0))
-    assert within is not None and "takes 80 ms under ZeRO-3: no more than the 80 ms of its 50 ms" in within
-    assert "the 30 ms that DeepSpeed's ZeRO-3 adds to forward and backward (of which 20 ms more" in within
-    beyond = two_core.overhead_of_stage_3(table(181.0))
-    assert beyond is not None and "takes 81 ms under ZeRO-3: MORE THAN the 80 ms" in beyond
-    assert two_core.overhead_of_stage_3({"compute": {"mean": 1.0}}) is None

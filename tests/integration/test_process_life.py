@@ -205,7 +205,7 @@ def test_too_little_address_space_is_said_before_training_starts(tmp_path: Path)
     with started(tmp_path, code, address_space_bytes=used_bytes + 1_500_000_000) as program:
         assert program.end() == 1
         error = program.error("MemoryError")
-        assert error.startswith("The host state needs 0.94 GiB for 39,000,006 parameters of this rank, only 0.")
+        assert error.startswith("The host state needs 0.87 GiB for 39,000,006 parameters of this rank, only 0.")
         assert "GiB are available under RLIMIT_AS of" in error
         assert "Raise it (`ulimit -v unlimited`), or use more machines" in error
         assert not program.has_said("started")

@@ -39,14 +39,17 @@ MOMENTS = {
     "training": ("fit(Tiny(pause_secs=0.05), max_steps=-1)", "step 3"),
     "barrier": (
         f"""{PAUSE_BEFORE}
-pause_before(ShardOptimizer, "settle", from_call=3)
+pause_before(ShardOptimizer, "_reselect", from_call=3)
 fit(max_steps=-1, zenflow={{"select_strategy": "step", "select_interval": 2}})""",
-        "in settle",
+        "in _reselect",
     ),
     "wait for a block": (f"{PAUSE_BEFORE}\npause_before(HostClient, 'collect', from_call=3)\nfit()", "in collect"),
-    "wait for a slot": (f"{PAUSE_BEFORE}\npause_before(HostClient, 'wait_slot', from_call=3)\nfit()", "in wait_slot"),
+    "wait for a slot": (
+        f"{PAUSE_BEFORE}\npause_before(HostClient, 'slot_is_read', from_call=20)\nfit()",
+        "in slot_is_read",
+    ),
     "validation": ("fit(Tiny(pause_secs=0.05), val=batches(), limit_val_batches=10_000)", "validating"),
-    "end of training": (f"{PAUSE_BEFORE}\npause_before(ShardOptimizer, 'settle', from_call=2)\nfit()", "in settle"),
+    "end of training": (f"{PAUSE_BEFORE}\npause_before(ShardOptimizer, 'settle')\nfit()", "in settle"),
     "saving": (
         f"""{PAUSE_BEFORE}
 pause_before(ShardOptimizer, "complete_host_state")

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, Reduce
 
 from lightning_zenflow.callbacks import AutoTuner
 from lightning_zenflow.checkpoint.errors import CheckpointError
+from lightning_zenflow.checkpoint.reader import StoredCheckpoint
 from tests.integration.test_trainer_life import children
 from tests.modules import CLASSES, EXPECTED_WARNINGS, FEATURES, Small, batches, three_groups, two_layers
 from tests.resuming import (
@@ -96,6 +97,7 @@ CASES = {
     "intervals change": Case(changes={5: (2, 3), 6: (6, 3), 12: (1, 5), 15: (3, 2)}),
     "warm-up": Case(zenflow={"full_warm_up_rounds": 6}),
     "manual, in threes": Case(module=partial(Numbered, manual=3)),
+    "moments in bf16": Case(zenflow={"moments_dtype": "bf16"}, settings=BY_THREE),
 }
 SELDOM_CASES = {
     "plain": Case(),
@@ -123,6 +125,10 @@ SELDOM_CASES = {
     "no overlap": Case(zenflow={"overlap_step": False}),
     "no look-ahead": Case(zenflow={"look_ahead": False}),
     "all deferred": Case(zenflow={"topk_ratio": 0}),
+    "moments in bf16, all deferred": Case(zenflow={"moments_dtype": "bf16", "topk_ratio": 0}),
+    "moments in bf16, warm-up, intervals change": Case(
+        zenflow={"moments_dtype": "bf16", "full_warm_up_rounds": 4}, changes={8: (2, 3), 13: (5, 2)}
+    ),
     "all selected": Case(zenflow={"topk_ratio": 1}),
     "rates by root": Case(zenflow={"deferred_lr_scale": "sqrt"}),
     "mean rates": Case(zenflow={"deferred_lr_scale": "none"}),
@@ -331,6 +337,41 @@ def test_other_settings_go_on_from_settled_weights_and_lose_nothing(name: str, t
     assert not torch.equal(resumed.weights, settled.weights)
     saved_there = run(before.but(settles=[7]), resume=settled_folder / "7.ckpt")
     assert state_differences(resumed.trace.began, saved_there.trace.began) == []
+
+
+MOMENTS: Case = Case(zenflow={"moments_dtype": "bf16"})
+
+
+def test_moments_of_an_fp32_run_are_rounded_to_the_nearest_where_they_are_kept_in_bf16(tmp_path: Path) -> None:
+    run(Case(), tmp_path, [7])
+    before = run(Case(), resume=tmp_path / "7.ckpt").trace.began
+    after = run(MOMENTS, resume=tmp_path / "7.ckpt").trace.began
+    expected = {
+        name: values if name.startswith("master") else values.to(torch.bfloat16) for name, values in before.items()
+    }
+    assert state_differences(after, expected) == []
+    assert any(not torch.equal(before[name], values.float()) for name, values in expected.items())
+
+
+def test_moments_of_a_bf16_run_are_exact_in_its_checkpoint_and_where_they_are_kept_in_fp32(tmp_path: Path) -> None:
+    run(MOMENTS, tmp_path, [7])
+    rounded = run(MOMENTS, resume=tmp_path / "7.ckpt").trace
+    exact = run(Case(), resume=tmp_path / "7.ckpt").trace
+    stored, selected = StoredCheckpoint.open(tmp_path / "7.ckpt"), 0
+    for name, values in exact.began.items():
+        kind, param, _ = name.split()
+        if kind == "master":
+            assert torch.equal(values, rounded.began[name])
+            continue
+        narrow = rounded.began[name].float()
+        assert torch.equal(narrow, stored.read(param, kind)) and stored.read(param, kind).dtype == torch.float32
+        differs = values != narrow
+        if len(stored.shapes[param]) > 1:  # vectors lived on the device in fp32, and of matrices few columns
+            assert differs.float().mean() < 0.6
+        assert (values - narrow).abs().le(values.abs() / 128).all()
+        selected += int(differs.sum())
+    assert selected > 0
+    assert torch.equal(exact.shown[8], rounded.shown[8]), "no re-selection: nothing but rounding after the step differs"
 
 
 @pytest.mark.parametrize(

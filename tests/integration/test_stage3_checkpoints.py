@@ -75,6 +75,7 @@ CASES = {
         arguments=CUT, zenflow={"full_warm_up_rounds": 3}, changes={5: (2, 3), 6: (6, 3), 12: (1, 5), 15: (3, 2)}
     ),
     "manual, in threes": Case(arguments=CUT, module=partial(Numbered, manual=3)),
+    "moments in bf16, in threes": Case(arguments=CUT, zenflow={"moments_dtype": "bf16"}, settings=BY_THREE),
 }
 
 

@@ -19,6 +19,7 @@ from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.offload import process
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.layout import ArenaLayout
+from lightning_zenflow.offload.protocol import Gradient
 
 REPO = Path(__file__).resolve().parents[2]
 HYPER = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -44,6 +45,7 @@ from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.offload import process
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.layout import ArenaLayout
+from lightning_zenflow.offload.protocol import Gradient
 
 HYPER = {HYPER!r}
 
@@ -56,8 +58,7 @@ def start(numel=16384):
     )
 
 def step(client, clock=1):
-    client.accumulate(0, 1.0, (0.001,))
-    client.update(0, 0, clock, 0.5, (HYPER,))
+    client.update(0, 0, clock, 0.5, (HYPER,), Gradient(1.0, (0.001,)))
 """
 """Beginning of a trainer's script."""
 
@@ -87,8 +88,7 @@ def running(
 
 def step(client: HostClient, clock: int = 1) -> None:
     """Launches one step on block 0."""
-    client.accumulate(0, 1.0, (0.001,))
-    client.update(0, 0, clock, 0.5, (HYPER,))
+    client.update(0, 0, clock, 0.5, (HYPER,), Gradient(1.0, (0.001,)))
 
 
 @contextmanager

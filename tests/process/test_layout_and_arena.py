@@ -22,47 +22,54 @@ MIB = 2**20
 @pytest.mark.parametrize("numel", [1, 4095, 3_000_000_019])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("blocks", [1, 4, 7])
-def test_regions_are_exact_page_aligned_and_follow_each_other(numel: int, dtype: torch.dtype, blocks: int) -> None:
+def test_regions_are_page_aligned_do_not_overlap_and_fit(numel: int, dtype: torch.dtype, blocks: int) -> None:
     layout = ArenaLayout(numel, dtype, blocks)
     regions = list(layout.regions.values())
     ends = [region.offset_bytes + region.numel * region.dtype.itemsize for region in regions]
     for region, end, following in itertools.zip_longest(regions, ends, regions[1:]):
-        next_offset = following.offset_bytes if following else layout.nbytes
         assert region.offset_bytes % mmap.PAGESIZE == 0
-        assert 0 <= next_offset - end < mmap.PAGESIZE
-    assert [region.numel for region in regions] == [numel] * 2 + [-(-numel // blocks)] * 2 + [numel] * 4
+        assert end <= (following.offset_bytes if following else layout.nbytes)
+    size = -(-numel // blocks)
+    assert [region.numel for region in regions] == [numel, size, size] + [numel] * 3 + [(blocks - 1) * size]
 
 
-def test_the_exchange_region_is_slots_and_outboxes_only() -> None:
+def test_the_exchange_region_is_slot_and_outboxes_only() -> None:
     layout = ArenaLayout(4 * mmap.PAGESIZE, torch.bfloat16, 4)
-    assert layout.exchange_nbytes == (8 + 8 + 2 + 2) * mmap.PAGESIZE
-    assert layout.nbytes == layout.exchange_nbytes + 4 * 16 * mmap.PAGESIZE
+    assert layout.exchange_nbytes == (8 + 2 + 2) * mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("blocks", [2, 3, 4, 9])
-def test_with_room_for_fewer_blocks_the_state_stays_where_it_is_and_the_exchange_region_is_as_small_as_without(
-    blocks: int,
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 9, 64])
+@pytest.mark.parametrize(("moments", "each_nbytes"), [(torch.float32, 18), (torch.bfloat16, 14)])
+def test_what_is_touched_is_18_bytes_an_element_in_16_bit_or_14_for_any_number_of_blocks(
+    blocks: int, moments: torch.dtype, each_nbytes: int
 ) -> None:
     numel = 1_000_003
-    exact, fewest = ArenaLayout(numel, torch.bfloat16, blocks), ArenaLayout(numel, torch.bfloat16, 2)
-    roomy = ArenaLayout(numel, torch.bfloat16, blocks, fewest_blocks=2)
-    assert roomy.exchange_nbytes == exact.exchange_nbytes
-    assert roomy.nbytes == fewest.nbytes
-    for name, region in roomy.regions.items():
-        same_as = exact if name.startswith(("slot", "outbox")) else fewest
-        assert region == same_as.regions[name]
+    layout = ArenaLayout(numel, torch.bfloat16, blocks, moments)
+    own_nbytes = sum(region.numel * region.dtype.itemsize for region in layout.regions.values())
+    slack = 8 * mmap.PAGESIZE + 8 * blocks
+    assert (
+        own_nbytes <= layout.touched_nbytes <= each_nbytes * numel + slack and own_nbytes >= each_nbytes * numel - slack
+    )
 
 
-def test_fewer_blocks_than_there_is_room_for_are_refused() -> None:
-    with pytest.raises(ValueError, match="`blocks` must be at least `fewest_blocks` 3, got 2"):
-        ArenaLayout(1000, torch.bfloat16, 2, fewest_blocks=3)
+@pytest.mark.parametrize("numel", [1, 5, 1000, 1_000_003])
+def test_any_number_of_blocks_has_the_state_at_one_place_and_fits(numel: int) -> None:
+    first = ArenaLayout(numel, torch.float16, 4)
+    for blocks in (1, 2, 3, 5, 7, 16, 63, 999, 1000):
+        other = ArenaLayout(numel, torch.float16, blocks)
+        assert other.nbytes == first.nbytes
+        for name in ("slot", "master", "exp_avg", "exp_avg_sq"):
+            assert other.regions[name] == first.regions[name]
+        last = other.regions["accumulator"]
+        assert last.offset_bytes == first.regions["accumulator"].offset_bytes
+        assert last.offset_bytes + 4 * last.numel <= other.nbytes
 
 
-def test_a_rebuilt_arena_keeps_its_state_has_outboxes_of_the_new_size_and_gives_memory_back() -> None:
-    layout = ArenaLayout(8 * MIB, torch.bfloat16, 4, fewest_blocks=1)
+def test_a_rebuilt_arena_keeps_its_state_has_regions_of_the_new_size_and_gives_memory_back() -> None:
+    layout = ArenaLayout(8 * MIB, torch.bfloat16, 4)
     arena = Arena.create(layout)
     twin = Arena.open(os.dup(arena.fd), layout)
-    for number, tensor in enumerate((*arena.slots, arena.master, arena.accumulator), start=1):
+    for number, tensor in enumerate((arena.slot, arena.master), start=1):
         tensor.fill_(number)
 
     def allocated() -> int:
@@ -70,6 +77,7 @@ def test_a_rebuilt_arena_keeps_its_state_has_outboxes_of_the_new_size_and_gives_
 
     for side in (arena, twin):
         side.rebuild(1)
+    assert arena.accumulator.numel() == twin.accumulator.numel() == 0
     before = allocated()
     for half in (0, 1):
         arena.outboxes[half].fill_(5 + half)
@@ -79,9 +87,11 @@ def test_a_rebuilt_arena_keeps_its_state_has_outboxes_of_the_new_size_and_gives_
         side.rebuild(16)
     assert allocated() - before == 2 * 16 * MIB, "only the trainer gives memory back"
     arena.trim()
-    assert arena.outboxes[0].numel() == MIB // 2
+    assert arena.outboxes[0].numel() == MIB // 2 and arena.accumulator.numel() == 15 * MIB // 2
     assert allocated() - before == 2 * MIB
-    for number, tensor in enumerate((*arena.slots, arena.master, arena.accumulator), start=1):
+    arena.accumulator.fill_(7)
+    assert twin.accumulator.eq(7).all() and allocated() - before == 2 * MIB + 30 * MIB
+    for number, tensor in enumerate((arena.slot, arena.master), start=1):
         assert (tensor == number).all()
     with pytest.raises(ValueError, match="`blocks` must be a whole number of at least 1, got 0"):
         arena.rebuild(0)
@@ -95,6 +105,28 @@ def test_a_layout_refuses_what_is_no_count(field: str, value: Any) -> None:
         ArenaLayout(**{"numel": 8, "wire_dtype": torch.float32, "blocks": 1, field: value})
 
 
+def test_a_layout_refuses_more_blocks_than_an_interval_may_have_steps() -> None:
+    with pytest.raises(ValueError, match=r"`blocks` must be at most 1000, got 1001\. Use a smaller `update_interval`"):
+        ArenaLayout(8, torch.float32, 1001)
+
+
+def test_a_layout_refuses_moments_in_fp16() -> None:
+    with pytest.raises(
+        TypeError, match=r"`moments_dtype` must be torch\.float32 or torch\.bfloat16, got torch\.float16"
+    ):
+        ArenaLayout(8, torch.float16, 1, torch.float16)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_an_arena_with_moments_in_16_bit_takes_what_its_layout_says(blocks: int) -> None:
+    layout = ArenaLayout(MIB, torch.bfloat16, blocks, torch.bfloat16)
+    arena = Arena.create(layout)
+    for tensor in (arena.slot, *arena.outboxes, arena.master, arena.exp_avg, arena.exp_avg_sq, arena.accumulator):
+        tensor.fill_(1)
+    assert 512 * os.stat(arena.fd).st_blocks == layout.touched_nbytes == 14 * MIB
+    arena.close()
+
+
 def test_a_layout_refuses_a_dtype_that_does_not_travel() -> None:
     with pytest.raises(TypeError, match=r"`wire_dtype` must be torch\.bfloat16, .* got torch\.int8"):
         ArenaLayout(8, torch.int8, 1)
@@ -105,7 +137,7 @@ def test_what_one_side_writes_the_other_reads_and_new_memory_is_zero() -> None:
     ours = Arena.create(layout)
     theirs = Arena.open(os.dup(ours.fd), layout)
     assert not ours.exp_avg.any() and not ours.accumulator.any()
-    names = ["slots", "outboxes", "master", "exp_avg", "exp_avg_sq", "accumulator"]
+    names = ["slot", "outboxes", "master", "exp_avg", "exp_avg_sq", "accumulator"]
     tensors = [view for name in names for view in _list(getattr(ours, name))]
     for number, view in enumerate(tensors, start=1):
         view.fill_(number)
@@ -167,7 +199,7 @@ def _is_mapped(pointer: int) -> bool:
 def test_the_exchange_region_is_registered_once_at_its_exact_size_and_unregistered_before_it_is_unmapped() -> None:
     cudart = FakeCudart()
     arena = Arena.create(ArenaLayout(100_000, torch.bfloat16, 4))
-    pointer, nbytes = arena.slots[0].data_ptr(), arena.layout.exchange_nbytes
+    pointer, nbytes = arena.slot.data_ptr(), arena.layout.exchange_nbytes
     assert arena.pin(cudart) and arena.pin(cudart)
     arena.close()
     arena.unpin()
@@ -177,8 +209,8 @@ def test_the_exchange_region_is_registered_once_at_its_exact_size_and_unregister
 
 def test_a_pinned_arena_is_pinned_anew_when_it_is_rebuilt() -> None:
     cudart = FakeCudart()
-    arena = Arena.create(ArenaLayout(100_000, torch.bfloat16, 4, fewest_blocks=1))
-    pointer, before = arena.slots[0].data_ptr(), arena.layout.exchange_nbytes
+    arena = Arena.create(ArenaLayout(100_000, torch.bfloat16, 4))
+    pointer, before = arena.slot.data_ptr(), arena.layout.exchange_nbytes
     arena.pin(cudart)
     arena.rebuild(2)
     after = arena.layout.exchange_nbytes
@@ -203,9 +235,9 @@ def test_refused_pinning_warns_once_with_size_and_reason_and_goes_on(
     with caplog.at_level(logging.WARNING):
         assert not arena.pin(cudart)
     assert [record.getMessage() for record in caplog.records] == [
-        f"Could not page-lock 0.31 GiB of host memory ({reason}). Training goes on with slower copies."
+        f"Could not page-lock 0.19 GiB of host memory ({reason}). Training goes on with slower copies."
     ]
-    arena.slots[0][:8].fill_(1)
+    arena.slot[:8].fill_(1)
     arena.close()
     assert [call[0] for call in cudart.calls] == ["register"]
 
@@ -241,7 +273,7 @@ except MemoryError as error:
     print(error)
 """
     message = " ".join(run_trainer(tmp_path, code))
-    assert message.startswith("The host state needs 21.00 GiB for 1,073,741,824 parameters of this rank, but ")
+    assert message.startswith("The host state needs 22.00 GiB of address space for 1,073,741,824 parameters, but ")
     assert f"{call} was refused" in message and f"({limit}: {shown})" in message and f"`{remedy}`" in message
 
 

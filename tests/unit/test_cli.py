@@ -295,7 +295,7 @@ def test_the_first_help_names_the_subcommands_and_a_command_to_start_from(capsys
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
-    for name in ("fit", "validate", "test", "predict", "doctor", "estimate", "export", "report"):
+    for name in ("fit", "validate", "test", "predict", "doctor", "estimate", "export", "report", "simulate"):
         assert f"\n    {name}  " in shown
     shown = " ".join(shown.split())
     assert "--trainer.strategy zenflow --zenflow.topk_ratio 0.05" in shown

@@ -35,6 +35,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "full_warm_up_rounds": [-1],
     "pt_reserved_cores_perc": [-0.1, 1.1, float("nan")],
     "deferred_lr_scale": ["log", None, 4],
+    "moments_dtype": ["fp16", "bfloat16", "", None, 16],
     "worker_cores": [[], [-1], [0, 0]],
     "worker_timeout_secs": [0, -1.0, 1e30, float("nan"), float("inf")],
 }
@@ -52,6 +53,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "pt_reserved_cores_perc": [0, 0.5, 1],
     "look_ahead": [True, False],
     "deferred_lr_scale": ["linear", "sqrt", "none"],
+    "moments_dtype": ["fp32", "bf16"],
     "worker_cores": [None, [0], [3, 1]],
     "worker_timeout_secs": [0.5, 300],
 }
@@ -64,7 +66,7 @@ def _pairs(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
 def test_the_tables_cover_every_field() -> None:
     assert set(ACCEPTED) == set(FIELDS)
     # Fields with a list of words have no type of their own: anything else is out of range.
-    assert set(WRONG_TYPE) == set(FIELDS) - {"select_strategy", "deferred_lr_scale"}
+    assert set(WRONG_TYPE) == set(FIELDS) - {"select_strategy", "deferred_lr_scale", "moments_dtype"}
     assert set(OUT_OF_RANGE) == set(FIELDS) - {"overlap_step", "offload", "look_ahead"}
 
 

@@ -30,7 +30,7 @@ RATES = Rates(
     down_secs=0.1e-9,
     up_secs=0.2e-9,
     accumulate_secs=0.5e-9,
-    update_secs=2e-9,
+    update_secs=2.5e-9,
     device_adamw_secs=0.3e-9,
     write_secs=0.2e-9,
     move_secs=10e-9,
@@ -78,9 +78,10 @@ def test_a_zenflow_step_is_compute_block_and_selected_while_the_host_keeps_up() 
 
 def test_the_device_waits_for_what_the_host_needs_longer() -> None:
     step = costs.zenflow(WORK, RATES, 1)
-    assert step.host_secs == pytest.approx(2.5)
-    assert step.stall_secs == pytest.approx(2.5 - (1.2 + 0.2 + 0.05))
-    assert step.step_secs == pytest.approx(2.5)
+    # Nothing is accumulated: 4 of the 10 bytes that adding a gradient takes 0.5 s for are not read.
+    assert step.host_secs == pytest.approx(2.5 - 0.2)
+    assert step.stall_secs == pytest.approx(2.3 - (1.2 + 0.2 + 0.05))
+    assert step.step_secs == pytest.approx(2.3)
     assert step.limit == "host"
 
 
@@ -92,7 +93,7 @@ def test_what_backward_does_not_hide_of_the_link_is_waited_for() -> None:
 
 def test_ranks_share_host_work_and_link() -> None:
     step = costs.zenflow(replace(WORK, ranks=4), RATES, 1)
-    assert step.host_secs == pytest.approx(2.5 / 4)
+    assert step.host_secs == pytest.approx(2.3 / 4)
     assert step.link_busy_secs == pytest.approx(0.3 / 4)
     assert step.optimizer_secs == pytest.approx(0.05 / 4)
     assert step.compute_secs == pytest.approx(1.2)  # tokens are per device
@@ -102,12 +103,12 @@ def test_ranks_share_host_work_and_link() -> None:
 def test_ranks_exchange_the_block_and_the_selected_values() -> None:
     linked = replace(RATES, interconnect_bandwidth=10e9)
     two = replace(WORK, ranks=2)
-    # Half of it comes from the other rank, two bytes each; the reduction of 1 GB hides behind backward.
+    # Half of it comes from the other rank, two bytes each; the reduction of 2 GB hides behind backward.
     assert costs.zenflow(two, linked, 4).exchange_secs == pytest.approx((0.25e9 + 0.1e9) / 10e9)
     assert costs.zero_offload(two, linked).exchange_secs == pytest.approx(1e9 / 10e9)
     assert costs.on_device(two, linked).exchange_secs == pytest.approx(1e9 / 10e9)
-    slow = replace(RATES, interconnect_bandwidth=1e9)  # reducing takes 1 s, of which 2/3 s are hidden
-    assert costs.on_device(two, slow).exchange_secs == pytest.approx(1 - 2 / 3 + 1)
+    slow = replace(RATES, interconnect_bandwidth=1e9)  # an all-reduce takes 2 s, of which 2/3 s are hidden
+    assert costs.on_device(two, slow).exchange_secs == pytest.approx(2 - 2 / 3 + 1)
 
 
 def test_zero_offload_waits_for_the_whole_host_step_and_for_the_weights() -> None:
@@ -127,35 +128,45 @@ def test_without_offload_the_device_updates_everything() -> None:
 def test_the_update_interval_is_the_smallest_with_which_the_host_keeps_up() -> None:
     # 0.5 + 2/U fits into 1.25 + 0.2/U from U = 2.4 on.
     assert recommended.smallest_update_interval(WORK, RATES) == 3
-    assert recommended.smallest_update_interval(WORK, replace(RATES, update_secs=0.5e-9)) == 1
+    assert recommended.smallest_update_interval(WORK, replace(RATES, update_secs=1e-9)) == 1
 
 
 def test_an_interval_that_never_suffices_is_only_as_large_as_it_helps() -> None:
-    slow = replace(RATES, accumulate_secs=2e-9, update_secs=1e-9)
+    slow = replace(RATES, accumulate_secs=2e-9, update_secs=3e-9)
     # The step is 2 + 1/U, at best 2.0625 for U = 16; 2 % more is reached from U = 9.64 on.
     assert recommended.smallest_update_interval(WORK, slow) == 10
 
 
-def test_a_re_selection_updates_all_blocks_and_moves_the_selected_state() -> None:
-    assert recommended.barrier_secs(WORK, RATES, 4) == pytest.approx(2.0 + 0.2 / 4 + 0.1 * 10)
-    far = replace(RATES, up_secs=5e-9)  # the link is slower than the host: the first block's update is what is added
-    assert recommended.barrier_secs(WORK, far, 4) == pytest.approx(5.0 + 2 / 4 + 0.1 * 10)
+def test_a_re_selection_waits_for_the_rest_of_the_updates_and_moves_the_selected_state_and_all_weights() -> None:
+    # The step's own command takes the host 0.5 * 3/4 + 2.5 / 4 = 1.0 s, 3/4 of the shard are updated then, and forward and
+    # backward end after 1.2 s. Reading masters and writing weights is 6 bytes where accumulating is 10.
+    late = 1.0 + 2.5 * 3 / 4 - 1.2
+    assert recommended.barrier_secs(WORK, RATES, 4) == pytest.approx(late + 0.3 + 0.2 / 4 + 0.1 * 10)
+    far = replace(RATES, up_secs=5e-9)  # the link is slower than the host: what the first block takes there is added
+    assert recommended.barrier_secs(WORK, far, 4) == pytest.approx(late + 5.0 + 0.3 / 4 + 0.1 * 10)
+    # A fast host has all of it done while backward runs; one that is idle before does not begin earlier than backward.
+    fast = replace(RATES, accumulate_secs=1e-10, update_secs=2e-10)
+    assert recommended.barrier_secs(WORK, fast, 4) == pytest.approx(0.2 + 0.06 / 4 + 0.1 * 10)
+    between = replace(RATES, accumulate_secs=1e-10, update_secs=1e-9)
+    assert recommended.barrier_secs(WORK, between, 4) == pytest.approx(
+        (1.2 - 2 / 3 + 0.75 - 1.2) + 0.2 + 0.06 / 4 + 0.1 * 10
+    )
 
 
 def test_an_interval_that_costs_copies_is_no_smaller_than_the_auto_tuner_allows() -> None:
-    fast = replace(RATES, accumulate_secs=0.1e-9, update_secs=0.2e-9, link_overlaps=False)
+    fast = replace(RATES, accumulate_secs=0.1e-9, update_secs=0.3e-9, link_overlaps=False)
     # Without copying a step takes 1.2 + 0.1 + 0.05 s. Of 0.2 / U s more, 2.5 % are reached from U = 5.8 on.
     assert recommended.smallest_update_interval(WORK, fast) == 6
     assert recommended.smallest_update_interval(WORK, replace(fast, link_overlaps=True)) == 1
     assert recommended.smallest_update_interval(WORK, replace(fast, up_secs=5e-9)) == 16  # never more
     # A host that does not keep up makes the trainer wait anyway: copies are then no reason.
-    late = replace(fast, accumulate_secs=2e-9, update_secs=0.01e-9)
+    late = replace(fast, accumulate_secs=2e-9, update_secs=2.01e-9)
     assert recommended.smallest_update_interval(WORK, late) == 1
 
 
 def test_re_selections_take_half_of_the_stall_budget() -> None:
-    # 3.05 s may be 2.5 % of S steps of 1.3 s each.
-    assert recommended.smallest_select_interval(WORK, RATES, 4) == math.ceil(3.05 / (0.025 * 1.3))
+    # 3.025 s may be 2.5 % of S steps of 1.3 s each.
+    assert recommended.smallest_select_interval(WORK, RATES, 4) == math.ceil(3.025 / (0.025 * 1.3))
     assert recommended.smallest_select_interval(WORK, replace(RATES, move_secs=1.0), 4) == 4096  # never more
 
 
@@ -209,7 +220,9 @@ def test_where_the_cpu_is_the_device_weights_in_host_memory_are_near() -> None:
 def test_a_re_selection_under_zero_3_exchanges_scores_and_no_weights() -> None:
     linked = replace(RATES, interconnect_bandwidth=1e9)
     scored = replace(CUT, columns=10**8)
-    assert traffic.select_bytes(scored) == 4 * 10**8  # each way of an all-reduce: half of it
+    assert traffic.score_bytes(scored) == 4 * 10**8  # each way of an all-reduce: half of it
+    assert traffic.select_bytes(scored) == traffic.score_bytes(scored)
+    assert traffic.select_bytes(replace(scored, stage=2)) == 4 * 10**8 + 10**9  # half of the weights, two bytes each
     alone = recommended.barrier_secs(CUT, RATES, 4)
     assert recommended.barrier_secs(scored, linked, 4) == pytest.approx(alone + 0.4)
     assert recommended.barrier_secs(replace(scored, stage=2), linked, 4) == pytest.approx(alone + 0.4 + 1.0)
@@ -219,10 +232,11 @@ def test_traffic_is_counted_in_bytes() -> None:
     two = replace(WORK, ranks=2)
     found = traffic.zenflow(two, 4)
     assert (found.to_host_bytes, found.to_device_bytes) == (10**9, 10**9 // 4)
-    assert found.from_ranks_bytes == 10**9 + (25 + 10) * 10**7  # gradients, then the block and what is selected
+    # An all-reduce of the gradients, then the block and what is selected.
+    assert found.from_ranks_bytes == 2 * 10**9 + (25 + 10) * 10**7
     assert traffic.zenflow(CUT, 4).from_ranks_bytes == 10**9 + 10**9 + 5 * 10**8
     assert traffic.zero_offload(two).to_host_bytes == 2 * 10**9  # in fp32
-    assert traffic.zero_offload(two).from_ranks_bytes == 2 * 10**9
+    assert traffic.zero_offload(two).from_ranks_bytes == 2 * 10**9 + 10**9
     assert traffic.on_device(replace(CUT, micro_batches=3)).from_ranks_bytes == 3 * 25 * 10**8
     offloaded = traffic.zenflow(replace(ON_HOST, micro_batches=2), 4)
     assert offloaded.to_host_bytes == 2 * 10**9 + 2 * 10**8
@@ -280,7 +294,8 @@ def test_the_chosen_interval_stalls_least_and_all_parts_add_up(
 
 def test_bytes_of_the_passes_are_those_of_the_tensors_they_touch() -> None:
     assert accumulate_bytes(2) == 2 + 4 + 4
-    assert update_bytes(2) == 2 * (4 + 4 + 4 + 4) + 2
+    assert update_bytes(2) == update_bytes(2, 4) == 2 * (4 + 4 + 4) + 4 + 2 + 2
+    assert update_bytes(2, 1) == 2 * (4 + 4 + 4) + 2 + 2  # no accumulator
     assert device_adamw_bytes(2) == (2 + 4) + (4 + 4) + (4 * 4 + 3 * 4) + (4 + 2)
     assert offload_device_bytes(2) == 3 * (2 + 2) + (2 + 8) + 8 + 2 * 2 + (2 + 4)
     assert offload_step_bytes(4) == (4 + 4) + (4 * 4 + 3 * 4) + (4 + 4)
@@ -292,7 +307,7 @@ def test_rates_from_bandwidths_are_bytes_over_bandwidth() -> None:
     )
     assert rates.beside_flops == rates.compute_flops == 1e12
     assert rates.accumulate_secs == pytest.approx(10 / 50e9)
-    assert rates.update_secs == pytest.approx(34 / 50e9)
+    assert rates.update_secs == pytest.approx(32 / 50e9)
     assert rates.up_secs == pytest.approx(2 / 10e9)
     assert rates.down_secs == pytest.approx(2 / 10e9 + 2 / 1e12)
     assert rates.offload_down_secs == pytest.approx(4 / 10e9 + 40 / 1e12)

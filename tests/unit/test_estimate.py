@@ -317,6 +317,18 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     return found
 
 
+def test_moments_in_bf16_take_four_bytes_a_parameter_less_and_change_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ("7B", "--preset", "a100", "--update-interval", "4")
+    fp32, bf16 = (printed(capsys, *given, "--moments", moments) for moments in ("fp32", "bf16"))
+    assert fp32["zenflow"]["host_bytes"] - bf16["zenflow"]["host_bytes"] == pytest.approx(4 * 7e9, abs=8 * 4096)
+    bf16["zenflow"].update(host_bytes=fp32["zenflow"]["host_bytes"], fits=fp32["zenflow"]["fits"])
+    assert fp32 == {**bf16, "moments": "fp32"} and bf16["moments"] == "bf16"
+    assert estimate.main([*given, "--moments", "bf16"]) == 0
+    assert "bf16 with moments in bf16" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_numbers_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(
         capsys, "7B", "--preset", "a100", "--devices", "4", "--batch-tokens", "2048", "--topk-ratio", "0.05"
@@ -329,7 +341,7 @@ def test_the_numbers_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str
     assert found["zenflow"]["step"]["step_secs"] == costs.zenflow(work, rates, interval).step_secs
     assert found["zero_offload"]["step"]["step_secs"] == costs.zero_offload(work, rates).step_secs
     assert found["on_device"]["step"]["step_secs"] == costs.on_device(work, rates).step_secs
-    assert found["zenflow"]["host_bytes"] == ArenaLayout(1_750_000_000, torch.bfloat16, interval).nbytes
+    assert found["zenflow"]["host_bytes"] == ArenaLayout(1_750_000_000, torch.bfloat16, interval).touched_nbytes
     assert found["zenflow"]["device"]["total_bytes"] == footprint.zenflow_device(work, rates).total_bytes
     assert found["machine"]["rates"]["update_secs"] == rates.update_secs
     assert (found["work"]["tokens"], found["precision"], found["topk_ratio"]) == (2048, "bf16", 0.05)
@@ -374,7 +386,7 @@ def test_zero_3_and_offloaded_parameters_reach_the_formulas(capsys: pytest.Captu
             numel=7 * 10**9, selected_numel=7 * 10**8, tokens=4096, ranks=4, stage=3, offload_parameters=offloads
         )
         interval = recommended.smallest_update_interval(work, rates)
-        arena_bytes = ArenaLayout(1_750_000_000, torch.bfloat16, interval).nbytes
+        arena_bytes = ArenaLayout(1_750_000_000, torch.bfloat16, interval).touched_nbytes
         assert found["update_interval"] == interval
         assert found["zenflow"]["step"]["step_secs"] == costs.zenflow(work, rates, interval).step_secs
         assert found["zenflow"]["device"]["total_bytes"] == footprint.zenflow_device(work, rates).total_bytes
@@ -391,12 +403,15 @@ def test_selecting_takes_a_score_for_each_column(tmp_path: Path, capsys: pytest.
     path.write_text(json.dumps(LLAMA_2_7B))
     args = [str(path), "--preset", "a100", "--devices", "4"]
     columns = 2 * 4096 + 32 * (6 * 4096 + 11008)
-    assert printed(capsys, *args)["select_bytes"] == 2 * 3 / 4 * 4 * columns
+    found = printed(capsys, *args)
+    assert found["score_bytes"] == 2 * 3 / 4 * 4 * columns
+    assert found["select_bytes"] == found["score_bytes"] + 3 / 4 * 2 * 6_738_415_616
     assert estimate.main(args) == 0
-    assert "To select, a device receives 6.6 MiB of scores from the others." in " ".join(
+    assert "To select, a device receives 6.6 MiB of scores and 9.4 GiB of weights from the others." in " ".join(
         capsys.readouterr().out.split()
     )
-    assert printed(capsys, *args, "--topk-ratio", "0")["select_bytes"] == 0
+    found = printed(capsys, *args, "--topk-ratio", "0")
+    assert found["score_bytes"] == found["select_bytes"] == 0
 
 
 def test_what_zero_3_is_for_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,9 +484,9 @@ def test_without_a_preset_this_machine_is_measured(
 def test_where_the_cpu_is_the_device_both_sides_must_fit_into_one_memory(
     rehearsed: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 1 GB: about 2 + 1.4 bytes on the device and 22 on the host for each parameter.
+    # 1 GB: about 2 + 1.4 bytes on the device and 18 on the host for each parameter.
     assert printed(capsys, "30M")["zenflow"]["fits"] is True
-    assert printed(capsys, "45M")["zenflow"]["fits"] is False
+    assert printed(capsys, "50M")["zenflow"]["fits"] is False
     assert estimate.main(["70M"]) == 0
     assert "the host has 0.9 GiB for 1 rank;" in " ".join(capsys.readouterr().out.split())
 
@@ -506,7 +521,7 @@ def test_cores_are_taken_from_the_end(rehearsed: list[tuple[Any, ...]], monkeypa
         (["7B", "--devices", "1000001"], "`--devices` must be at most 1000000, got 1000001. Give"),
         (["7B", "--devices", "1" + "0" * 400], "`--devices` must be at most 1000000, got 1000"),
         (["7B", "--batch-tokens", "1" + "0" * 400], "`--batch-tokens` must be at most 1000000000000, got 1000"),
-        (["7B", "--update-interval", "1000001"], "`--update-interval` must be at most 1000000, got 1000001. Give"),
+        (["7B", "--update-interval", "1001"], "`--update-interval` must be at most 1000, got 1001. Give"),
         (["7B", "--cores", "10001", "--preset", "l4"], "`--cores` must be at most 10000, got 10001. Give"),
         (
             ["7B", "--batch-tokens", "8", "--accumulate-grad-batches", "9"],
@@ -549,7 +564,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     "args",
     [
         ["1e15", "--batch-tokens", "1000000000000", "--accumulate-grad-batches", "1000000000000"],
-        ["1e15", "--topk-ratio", "1e-300", "--update-interval", "1000000"],
+        ["1e15", "--topk-ratio", "1e-300", "--update-interval", "1000"],
         ["1", "--devices", "1000000", "--batch-tokens", "1", "--cores", "10000"],
         [
             "1",

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from lightning_zenflow.adamw import Hyper
-from lightning_zenflow.selected import HostState, SelectedLayout, SelectedState
+from lightning_zenflow.rounding import noise_at, rounded
+from lightning_zenflow.selected import HostState, SelectedState
+from lightning_zenflow.selected_layout import SelectedLayout, piece_view
 from lightning_zenflow.shards import ParamSpec, ShardTable
 
 CPU = torch.device("cpu")
@@ -16,8 +18,8 @@ def table(rank: int, ranks: int = 2) -> ShardTable:
     return ShardTable.build(SPECS, [-(-34 // (2 * ranks)) * 2, -(-24 // (2 * ranks)) * 2], rank)
 
 
-def host(numel: int) -> HostState:
-    return HostState(*(torch.randn(numel) for _ in range(3)))
+def host(numel: int, moments_dtype: torch.dtype = torch.float32) -> HostState:
+    return HostState(torch.randn(numel), *(torch.randn(numel).to(moments_dtype) for _ in range(2)))
 
 
 def selected_elements(shard: ShardTable) -> torch.Tensor:
@@ -53,12 +55,38 @@ def test_state_travels_home_and_back_without_a_bit_lost() -> None:
     mine = [state.weight.clone(), state.exp_avg.clone(), state.exp_avg_sq.clone()]
     for tensor in there.tensors():
         tensor[selected_elements(shard)] = float("nan")  # the host's shadow is nobody's business
-    state.send_home(there)
+    state.send_home(there, 3)
     assert all(torch.equal(now, then) for now, then in zip(there.tensors(), before, strict=True))
     state.fetch(there, COLUMNS)
     assert all(
         torch.equal(now, then) for now, then in zip((state.weight, state.exp_avg, state.exp_avg_sq), mine, strict=True)
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_moments_that_the_host_keeps_in_bf16_go_home_rounded_by_place_and_clock_and_come_back_exactly(
+    rank: int,
+) -> None:
+    shard = table(rank)
+    state, there = SelectedState(shard, torch.bfloat16, CPU), host(shard.numel, torch.bfloat16)
+    state.fetch(there, COLUMNS)
+    positions = selected_elements(shard)
+    others = torch.tensor(sorted(set(range(shard.numel)) - set(positions.tolist())), dtype=torch.long)
+    before = [tensor.clone() for tensor in there.tensors()]
+    exact = []
+    for moment in state.moments():
+        moment.mul_(1 + torch.rand(moment.shape))
+        whole = torch.empty(shard.numel)
+        state.layout.unpack(moment, piece_view(whole))
+        exact.append(whole[positions])
+    state.send_home(there, 17)
+    for number, (now, mine) in enumerate(zip((there.exp_avg, there.exp_avg_sq), exact, strict=True)):
+        assert torch.equal(now[positions], rounded(mine, noise_at(positions, 17, number)))
+        assert torch.equal(now[others], before[1 + number][others])
+    state.fetch(there, COLUMNS)
+    at_home = [tensor.clone() for tensor in there.tensors()]
+    state.send_home(there, 18)
+    assert all(torch.equal(now, then) for now, then in zip(there.tensors(), at_home, strict=True))
 
 
 def test_the_update_equals_torch_adamw_with_each_groups_own_settings() -> None:

@@ -60,13 +60,6 @@ def test_a_segment_within_one_row_is_a_single_piece() -> None:
     assert [(piece.rows, piece.width, piece.column) for piece in segment.pieces] == [(1, 40, 40)]
 
 
-def test_rows_come_in_pieces_that_fit_the_cache_and_never_split_further_than_a_row() -> None:
-    spec = ParamSpec("w", (7, 10), 0, 0)
-    small, tiny = (ShardTable.build([spec], [70], 0, piece_numel).segments[0].pieces for piece_numel in (25, 3))
-    assert [piece.rows for piece in small] == [2, 2, 2, 1] and [piece.rows for piece in tiny] == [1] * 7
-    assert [piece.start for piece in small] == [0, 20, 40, 60]
-
-
 def test_offsets_beyond_two_to_the_31_stay_exact() -> None:
     """FAULTS 18; the background process's own offsets are tested with its arena."""
     spec = ParamSpec("huge", (3_000_000, 1_000), 0, 0)
