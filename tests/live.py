@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import patient
+
 REPO = Path(__file__).resolve().parents[1]
 MARK = "LIVE_PROGRAM"
 """Environment variable by which everything that a program has started is found, whoever its parent is by then."""
@@ -52,7 +54,7 @@ class Program:
 
     def wait_for(self, words: str, times: int = 1, within_secs: float = 60.0) -> None:
         """Waits until it has said `words`, as a line of its own, so many times."""
-        arrived = until(lambda: self.has_said(words, times) or self.ended(), within_secs)
+        arrived = until(lambda: self.has_said(words, times) or self.ended(), patient(within_secs))
         assert arrived and self.has_said(words, times), f"It did not say {words!r}:\n{self.output[-8000:]}"
 
     def last_step(self) -> int:
@@ -85,7 +87,7 @@ class Program:
             found[:] = self.workers()
             return bool(found) or self.ended()
 
-        until(look, within_secs, LOOK_SECS)
+        until(look, patient(within_secs), LOOK_SECS)
         assert found, f"It has started no background process:\n{self.output[-8000:]}"
         return found[0]
 
@@ -112,9 +114,9 @@ class Program:
 
     def end(self, within_secs: float = 60.0) -> int:
         """Its exit code, negative for a signal. It must end by itself in this time, and so must all it has started."""
-        in_time = until(self.ended, within_secs)
-        assert in_time, f"It runs for over {within_secs} s:\n{self.output[-8000:]}"
-        assert until(lambda: not self.family(), 3.0, LOOK_SECS), f"It left behind: {self.family()}"
+        in_time = until(self.ended, patient(within_secs))
+        assert in_time, f"It runs for over {patient(within_secs)} s:\n{self.output[-8000:]}"
+        assert until(lambda: not self.family(), patient(3.0), LOOK_SECS), f"It left behind: {self.family()}"
         code = self._poll()
         assert code is not None
         return code
@@ -133,7 +135,7 @@ class Program:
         for process in self.family():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        until(lambda: self.ended() and not self.family(), 10.0)
+        until(lambda: self.ended() and not self.family(), patient(10.0))
 
 
 def is_worker(process: psutil.Process) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.live import Program, started, until, warm_server
+from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,7 +37,7 @@ def kill_and_watch(program: Program, number: signal.Signals = signal.SIGKILL) ->
     (worker,) = program.workers()
     program.send(number)
     begin = time.monotonic()
-    until(lambda: not worker.is_running() or worker.status() == "zombie", 10)
+    until(lambda: not worker.is_running() or worker.status() == "zombie", patient(2))
     return time.monotonic() - begin
 
 
@@ -48,7 +49,7 @@ def test_a_killed_trainer_takes_its_worker_along(seed: int, tmp_path: Path) -> N
         program.wait_for("started")
         time.sleep(chance.uniform(0, 1.5))
         number = chance.choice([signal.SIGKILL, signal.SIGHUP, signal.SIGQUIT])
-        assert kill_and_watch(program, number) < 2
+        assert kill_and_watch(program, number) < patient(1)
         assert program.end() == -number
 
 
@@ -59,8 +60,8 @@ def test_a_killed_trainer_takes_its_worker_along_though_loader_workers_live_on(s
     with started(tmp_path, WITH_LOADERS) as program:
         program.wait_for("step 3")
         time.sleep(chance.uniform(0, 1))
-        assert kill_and_watch(program) < 2
-        assert until(program.ended, 1)
+        assert kill_and_watch(program) < patient(1)
+        assert until(program.ended, patient(0.5))
         # They look for their parent every 5 seconds, and still map the memory.
         assert len(program.family()) == 2
         assert program.host_state_bytes() == [0]
@@ -89,7 +90,7 @@ def test_a_trainer_killed_while_its_worker_starts_takes_it_along(tmp_path: Path)
     """Z6: before the worker can listen."""
     with started(tmp_path, SLOW_IMPORT + ENDLESS) as program:
         program.worker()
-        assert kill_and_watch(program) < 2
+        assert kill_and_watch(program) < patient(1)
         assert program.end() == -signal.SIGKILL
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from lightning_zenflow.checkpoint.directory import remove, removing_path, verify
 from tests.live import Program, started, until, warm_server
+from tests.patience import patient
 from tests.saves import names, save
 
 WORKER_DIED = "lightning_zenflow.offload.errors.WorkerDied"
@@ -130,8 +131,10 @@ def strike(ranks: list[Program], kill: Kill, chance: random.Random) -> None:
 
 def check_ends(ranks: list[Program], kill: Kill) -> None:
     """All ranks and all they have started end soon, each with an error that says why."""
-    in_time = until(lambda: all(program.ended() for program in ranks), BOUND_SECS)
-    assert in_time, f"Over {BOUND_SECS} s after {kill}:\n" + "\n".join(program.output[-8000:] for program in ranks)
+    in_time = until(lambda: all(program.ended() for program in ranks), patient(BOUND_SECS))
+    assert in_time, f"Over {patient(BOUND_SECS)} s after {kill}:\n" + "\n".join(
+        program.output[-8000:] for program in ranks
+    )
     for rank, program in enumerate(ranks):
         code = program.end()
         errors = program.errors()

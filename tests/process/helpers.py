@@ -20,6 +20,7 @@ from lightning_zenflow.offload import process
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.protocol import Gradient
+from tests.patience import patient
 
 REPO = Path(__file__).resolve().parents[2]
 HYPER = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -129,7 +130,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def secs_until(holds: Callable[[], bool], limit: float = 10.0) -> float:
+def secs_until(holds: Callable[[], bool], limit: float = patient(5.0)) -> float:
     """How long it takes until `holds`; at least `limit` if it does not."""
     begin = time.monotonic()
     while not holds() and time.monotonic() < begin + limit:

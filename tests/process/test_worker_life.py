@@ -17,6 +17,7 @@ from lightning_zenflow.offload import process
 from lightning_zenflow.offload.client import HostClient, WorkerDied, WorkerTimeout
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.protocol import Gradient
+from tests.patience import patient
 from tests.process.helpers import (
     HYPER,
     SLOW,
@@ -53,12 +54,9 @@ def check_forever(client: HostClient) -> None:
 
 
 def test_a_worker_starts_within_three_seconds() -> None:
-    secs = []
-    for _ in range(2):  # the better of two: other tests may keep this machine busy
-        begin = time.monotonic()
-        with running():
-            secs.append(time.monotonic() - begin)
-    assert min(secs) < 3
+    begin = time.monotonic()
+    with running():
+        assert time.monotonic() - begin < patient(3)
 
 
 def test_a_worker_imports_neither_lightning_nor_deepspeed_nor_sees_a_device(
@@ -91,7 +89,7 @@ def test_modules_of_the_same_name_in_the_working_directory_are_not_picked_up(
 def test_a_launch_does_not_wait() -> None:
     begin = time.monotonic()
     client = launch()
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < patient(0.1)
     client.arena.master.fill_(1)
     client.wait_ready()
     client.close()
@@ -178,7 +176,7 @@ def test_a_killed_worker_is_reported_at_once_with_signal_exit_code_and_last_step
         begin = time.monotonic()
         with pytest.raises(WorkerDied) as error:
             {"starting": HostClient.wait_ready, "busy": HostClient.collect, "idle": check_forever}[when](client)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < patient(1)
         cause = rf"pid {client.pid}\) was killed by {number.name} \(exit code -{int(number)}"
         error.match(cause + ("; out of memory is the usual cause, see dmesg" if number == signal.SIGKILL else r"\)"))
         error.match("no step was handed over" if when == "starting" else "the last step handed over to it was 7")
@@ -190,7 +188,7 @@ def test_a_killed_worker_is_reported_at_once_with_signal_exit_code_and_last_step
 def test_a_launch_notices_a_dead_worker() -> None:
     with running() as client:
         os.kill(client.pid, signal.SIGKILL)
-        assert secs_until(lambda: is_gone(client.pid)) < 5
+        assert secs_until(lambda: is_gone(client.pid)) < patient(1)
         with pytest.raises(WorkerDied, match="SIGKILL"):
             step(client)
 
@@ -216,13 +214,13 @@ def test_sending_to_a_stopped_worker_never_blocks_for_good(monkeypatch: pytest.M
             accumulate_forever(client)
         begin = time.monotonic()
         client.close()  # cannot ask a stopped process, so it kills
-        assert time.monotonic() - begin < process.EXIT_GRACE_SECS + 2
+        assert time.monotonic() - begin < process.EXIT_GRACE_SECS + patient(1)
         assert is_gone(client.pid)
 
 
 def test_what_schedulers_send_to_whole_jobs_does_not_end_a_worker() -> None:
     client = launch()
-    assert secs_until(lambda: _ignores(client.pid, signal.SIGUSR1)) < 1  # long before it is ready
+    assert secs_until(lambda: _ignores(client.pid, signal.SIGUSR1)) < patient(1)  # long before it is ready
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(client.pid, number)
     client.wait_ready()
@@ -423,7 +421,7 @@ def test_close_ends_the_process_soon_and_may_be_repeated(busy: bool, monkeypatch
             step(client)
         begin = time.monotonic()
         client.close()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < patient(1)
         assert not psutil.pid_exists(client.pid)
         client.close()
         with pytest.raises(RuntimeError, match="`HostClient` must be open"):
