@@ -17,6 +17,10 @@ import psutil
 import pytest
 import torch
 
+from tests.fp16 import allow_fp16_on_any_cpu
+
+allow_fp16_on_any_cpu()
+
 # Two tests run at a time on a machine of two cores: more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -202,6 +206,8 @@ def free_port() -> int:
 _RANK_PROGRAM = """
 import importlib, json, sys, torch
 from tests.forked import forked_workers
+from tests.fp16 import allow_fp16_on_any_cpu
+allow_fp16_on_any_cpu()
 module, _, name = sys.argv[1].partition(":")
 with forked_workers():
     result = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[2]))

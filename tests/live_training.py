@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from tests.fp16 import allow_fp16_on_any_cpu
 from tests.live import is_worker
+
+allow_fp16_on_any_cpu()
 
 FEATURES = 6
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from lightning.pytorch import Callback
 
 from tests.cases import relative
@@ -107,6 +108,18 @@ class SumsInFp32(Callback):
         self.batches.clear()
         for total, param in zip(sums, pl_module.net.parameters(), strict=True):
             self.equal.append(torch.equal(trainer.strategy.gradient(param), total.to(torch.bfloat16).float()))
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_fp16_is_refused_before_training_where_the_device_has_no_instructions_for_it(
+    precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 14."""
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: False)
+    with pytest.raises(
+        ValueError, match=f"`precision` must be '32-true', 'bf16-mixed' .* on this cpu, got '{precision}'"
+    ):
+        fit(Small(), precision=precision)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
