@@ -136,20 +136,22 @@ def second_rank(program: Program) -> psutil.Process:
 )
 def test_ranks_that_lightning_launches_end_together(fault: str, tmp_path: Path) -> None:
     """30: its launcher starts rank 1 by running the script again, looks at it every 5 seconds, and then kills all."""
-    code = FAILS_ON.format(rank=1) if fault == "exception" else ENDLESS
-    with started(tmp_path, code) as program:
+    program_code = FAILS_ON.format(rank=1) if fault == "exception" else ENDLESS
+    with started(tmp_path, program_code) as program:
         program.wait_for("step 5", times=2)
         if fault != "exception":
             rank = second_rank(program)
             (worker,) = [child for child in rank.children() if is_worker(child)]
             (worker if fault == "worker" else rank).kill()
-        assert program.end(BOUND_SECS) in (1, -signal.SIGKILL), program.output
+        code = program.end(BOUND_SECS)
+        assert code in (1, -signal.SIGKILL), program.output
         shown = {
             "exception": "ValueError",
             "rank": "RuntimeError",
             "worker": "lightning_zenflow.offload.errors.WorkerDied",
         }
-        assert shown[fault] in program.errors()
+        # A killed rank says nothing, and the launcher may kill the other one before it has noticed.
+        assert shown[fault] in program.errors() or (fault == "rank" and code == -signal.SIGKILL)
 
 
 @pytest.mark.long
