@@ -54,6 +54,7 @@ class DeferredBlocks:
         gradient: Gradient | None = None,
         *,
         others: bool = False,
+        delay_steps: float = 0.0,
     ) -> None:
         """Lets the host update a block while the device goes on, with the step's gradient if it is given.
 
@@ -63,12 +64,16 @@ class DeferredBlocks:
         # The half was copied to the device two blocks ago; the host must not fill it before that copy is done.
         self._transfers.wait_to_device(half)
         self._in_flight.append(self._host.ledger.held[block] + (gradient is not None))
-        self._host.update(block, half, clock, look_ahead, groups, gradient, others=others)
+        self._host.update(block, half, clock, look_ahead, groups, gradient, others=others, delay_steps=delay_steps)
         self._launched += 1
         self.is_settled = False
 
-    def collect(self, keep: int) -> None:
-        """Copies finished blocks into the weights, oldest first, until only `keep` are under way; waits if need be."""
+    def collect(self, keep: int) -> list[tuple[int, int]]:
+        """Copies finished blocks into the weights, oldest first, until only `keep` are under way; waits if need be.
+
+        Returns the ranges of the shard that were copied.
+        """
+        copied = []
         while self._host.outstanding > keep:
             with self._timeline("wait for host"):
                 done = self._host.collect()  # bounded by `worker_timeout_secs`
@@ -80,6 +85,8 @@ class DeferredBlocks:
                     self._transfers.to_device(weights, outbox[offset : offset + weights.numel()], buffer=done.half)
             before = self.changed
             self.changed = (min(start, before[0]), max(stop, before[1])) if any(before) else (start, stop)
+            copied.append((start, stop))
+        return copied
 
     def update_all(
         self,

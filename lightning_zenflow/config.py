@@ -91,6 +91,11 @@ class ZenFlowConfig:
     """Show the device each deferred weight extrapolated along its last move, to the middle of the time it stays
     visible. The fp32 master is never extrapolated."""
 
+    interim_step: bool = True
+    """Let the device move deferred weights itself at each step, along the gradient, until the host's update arrives. Lets
+    high learning rates and long update intervals train as AdamW does. Costs a pass over the weights, and with several ranks
+    under ZeRO-1 and 2 the gathering of all weights that plain ZeRO has. Not done where weights lie in host memory."""
+
     deferred_lr_scale: Literal["linear", "sqrt", "none"] = "linear"
     """Learning rate of one update that stands for n steps: the sum of their n rates (`linear`), that sum divided by
     the square root of n (`sqrt`), or their mean (`none`)."""
@@ -114,7 +119,7 @@ class ZenFlowConfig:
         for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc", "stall_budget"):
             self._check_ratio(name)
         self._require("stall_budget", self.stall_budget > 0, "above 0", remedy="0.05 means five percent of a step.")
-        for name in ("overlap_step", "offload", "look_ahead"):
+        for name in ("overlap_step", "offload", "look_ahead", "interim_step"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false", TypeError)
         self._require("select_strategy", self.select_strategy in ("auto", "step", "epoch"), "auto, step or epoch")
         self._require("deferred_lr_scale", self.deferred_lr_scale in ("linear", "sqrt", "none"), "linear, sqrt or none")

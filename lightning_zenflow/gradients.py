@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_zenflow.interim import InterimStep
 from lightning_zenflow.selected import SelectedState
 from lightning_zenflow.selection import ScoreBoard
 from lightning_zenflow.shards import Piece, Segment, ShardTable
@@ -33,9 +34,11 @@ class GradientInbox:
         device: torch.device,
         slot: Tensor,
         wait_slot: Callable[[int, int], None],
+        interim: InterimStep,
     ) -> None:
         """Collects in `slot`, flat `[shard numel]` on CPU; `wait_slot` waits until a range of it may be written."""
         self._table, self._selected, self._transfers, self._device = table, selected, transfers, device
+        self._interim = interim
         self._slot, self._wait_slot = slot, wait_slot
         self._selecting = False
         self._squares: dict[int, list[Tensor]] = {}
@@ -53,6 +56,12 @@ class GradientInbox:
         self._squares.clear()
         self.board.clear()
 
+    def received(self) -> list[Segment]:
+        """Segments whose gradient of this step lies in the slot; waits until it does."""
+        if self._squares:
+            self._transfers.wait_to_host()
+        return [segment for segment in self._table.segments if segment.param in self._squares]
+
     @property
     def has_gradients(self) -> bool:
         """Whether a gradient of this step has arrived."""
@@ -63,8 +72,9 @@ class GradientInbox:
 
         Called within the stream on which `grad` was reduced. Handing in a segment again before the step adds to it.
         """
-        if segment.param in self._squares:
+        if is_second := segment.param in self._squares:
             self._transfers.wait_to_host()  # the first gradient is read back and must have arrived
+            self._interim.move(segment, segment.start, segment.stop, grad)
             grad = grad + self.read(segment).to(grad.device)
         else:
             self._wait_slot(segment.start, segment.stop)
@@ -76,6 +86,8 @@ class GradientInbox:
                 start, stop = piece.start + row * piece.width, min(piece.stop, piece.start + (row + rows) * piece.width)
                 band = grad[start - segment.start : stop - segment.start]
                 squares.append(self._square_sum(band))
+                if not is_second:
+                    self._interim.move(segment, start, stop, band)
                 if slot is not None:
                     slot.pack(band, self._selected.wire, row)
                 # Last: the event recorded with the copy then stands for the measurements as well.
@@ -93,7 +105,7 @@ class GradientInbox:
         return torch.dot(exact, exact)
 
     def finish(self) -> Tensor:
-        """Waits for all gradients of this step and returns this rank's sum of squares, fp32 `[1]` on the device.
+        """Waits for all gradients of this step and returns this rank's sums of squares, fp32 `[parameters]` on the device.
 
         A segment that got no gradient counts as zero, as ZeRO has it.
         """
@@ -105,10 +117,12 @@ class GradientInbox:
                 if not self._selecting:
                     for slot in self._selected.layout.slots(segment):
                         self._selected.wire[slot.start : slot.stop].zero_()
+        sums = torch.zeros(len(self._table.params), dtype=torch.float32, device=self._device)
         squares = [square for of_param in self._squares.values() for square in of_param]
-        if not squares:
-            return torch.zeros(1, dtype=torch.float32, device=self._device)
-        return torch.stack(squares).sum(0, keepdim=True)
+        if squares:
+            owners = [param for param, of_param in self._squares.items() for _ in of_param]
+            sums.index_add_(0, torch.tensor(owners).to(self._device), torch.stack(squares))
+        return sums
 
     def gather_selected(self) -> None:
         """Fetches the gradient of newly selected columns, which has left the device already, from the host slot."""

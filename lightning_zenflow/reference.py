@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.rounding import noise_at, rounded
-from lightning_zenflow.schedule import Schedule, block_range
+from lightning_zenflow.schedule import Schedule, StepPlan, block_range
+
+SPREAD_SHARE = 0.5
+"""How much of the variance of the n gradients of an update its second moment takes."""
+
+INTERIM_DECAY = 0.98
+"""Of the moving average of squared gradients by which the device moves deferred weights."""
 
 
 @dataclass
@@ -37,6 +43,7 @@ class ParameterState:
         block: int64, the block of each element.
         master: fp32 master weight.
         visible: fp32 weight as the device shows it.
+        mean_square: Moving average of the squared gradient, over all elements, without the correction for its start.
         exp_avg: fp32 first moment m.
         exp_avg_sq: fp32 second moment v.
         accumulated: fp32 sum `a` of the clipped gradients a deferred element holds; 0 where selected.
@@ -55,6 +62,7 @@ class ParameterState:
     accumulated: Tensor
     columns: Tensor
     selected: Tensor
+    mean_square: float = 0.0
 
     @classmethod
     def of(cls, weight: Tensor, group: int, place: Tensor, block: Tensor) -> ParameterState:
@@ -179,6 +187,7 @@ class ZenFlowReference:
         }
         self._rounds_moments = moments_dtype == "bf16"
         self.clock, self.skipped_steps, self.grad_norm = 0, 0, 0.0
+        self._observed_steps = 0  # of `mean_square`
         self.held = [0] * schedule.update_interval
         self._lr_sums = [[0.0] * schedule.update_interval for _ in groups]
         # The step it is due at, whose it is, which elements (bool), and their values (fp32).
@@ -226,8 +235,11 @@ class ZenFlowReference:
         # One norm over selected and deferred together: clipping must not depend on what is selected.
         squares = [gradient.double().square().sum().item() for gradient in gradients.values()]
         self.grad_norm = math.sqrt(sum(squares))
+        moves = plan.interim and self._observed_steps > 0
         if not math.isfinite(self.grad_norm):
             self.skipped_steps += 1
+            if moves:  # the device had moved by this gradient already
+                self.settle()
             return False
         clip_factor = min(1.0, self.clip_norm / (self.grad_norm + 1e-6)) if self.clip_norm else 1.0
         if plan.reselect:
@@ -247,12 +259,40 @@ class ZenFlowReference:
             self.held = [n + 1 for n in self.held]
             for sums, settings in zip(self._lr_sums, self.groups, strict=True):
                 sums[:] = [lr_sum + settings["lr"] for lr_sum in sums]
-            for state, updated, before in self._update_block(plan.block):
-                # what the device will see = w + alpha * (w - w_before); the master stays w
-                shown = state.master + plan.look_ahead * (state.master - before)
+            clipped = {name: clip_factor * gradient for name, gradient in gradients.items()}
+            for state, updated, before in self._update_block(plan.block, clipped):
+                # what the device will see = w + beta1**delay * alpha * (w - w_before); the master stays w
+                fade = self.groups[state.group]["betas"][0] ** plan.delay_steps
+                shown = state.master + fade * plan.look_ahead * (state.master - before)
                 self._in_flight.append((plan.step + plan.lag, state, updated, shown))
             self._arrive()
+            if moves:
+                self._move(gradients, plan)
+        self._observe(gradients)
         return True
+
+    def _move(self, gradients: Mapping[str, Tensor], plan: StepPlan) -> None:
+        """What the device itself does to deferred elements until the host's update arrives; no master sees it.
+
+        w_device = w_device - (1 - beta1**delay) * lr * g / rms, the root mean square over the steps before.
+        """
+        correction = 1 - INTERIM_DECAY**self._observed_steps
+        for name, state in self.states.items():
+            rms = math.sqrt(state.mean_square / correction)
+            settings = self.groups[state.group]
+            if len(state.shape) >= 2 and rms > 0:
+                moved = ~state.selected
+                if plan.lag == 0:  # what has just arrived knows this gradient
+                    moved &= state.block != plan.block
+                share = 1 - settings["betas"][0] ** plan.delay_steps
+                state.visible[moved] -= share * settings["lr"] * gradients[name][moved] / rms
+
+    def _observe(self, gradients: Mapping[str, Tensor]) -> None:
+        if self.schedule.interim:
+            for name, state in self.states.items():
+                mean = gradients[name].square().mean().item()
+                state.mean_square = INTERIM_DECAY * state.mean_square + (1 - INTERIM_DECAY) * mean
+            self._observed_steps += 1
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -301,19 +341,23 @@ class ZenFlowReference:
             if steps > 0:
                 self._update_block(block)
 
-    def _update_block(self, block: int) -> list[tuple[ParameterState, Tensor, Tensor]]:
-        """One AdamW step for the n >= 1 steps that `block` holds.
+    def _update_block(
+        self, block: int, last: Mapping[str, Tensor] | None = None
+    ) -> list[tuple[ParameterState, Tensor, Tensor]]:
+        """One AdamW step for the n >= 1 steps that `block` holds; `last` is the gradient of the last one, if it is at hand.
 
         Returns:
             For each parameter: its state, which elements were updated (bool), and the masters before (fp32).
         """
         steps, moved = self.held[block], []
         divisor = {"linear": 1.0, "sqrt": math.sqrt(steps), "none": float(steps)}[self.deferred_lr_scale]
-        for state in self.states.values():
+        for name, state in self.states.items():
             updated = (state.block == block) & ~state.selected
             moved.append((state, updated, state.master.clone()))
             lr = self._lr_sums[state.group][block] / divisor
-            self._adamw(state, updated, state.accumulated / steps, lr, steps=steps)
+            mean = state.accumulated / steps
+            spread = None if last is None else last[name] - mean
+            self._adamw(state, updated, mean, lr, steps=steps, spread=spread)
             self._round_moments(state, updated)
             state.accumulated[updated] = 0
         self.held[block] = 0
@@ -321,8 +365,20 @@ class ZenFlowReference:
             sums[block] = 0.0
         return moved
 
-    def _adamw(self, state: ParameterState, mask: Tensor, gradient: Tensor, lr: float, *, steps: int) -> None:
-        """AdamW (arXiv 1711.05101) on the elements in `mask`, standing for `steps` steps and ending at the clock."""
+    def _adamw(
+        self,
+        state: ParameterState,
+        mask: Tensor,
+        gradient: Tensor,
+        lr: float,
+        *,
+        steps: int,
+        spread: Tensor | None = None,
+    ) -> None:
+        """AdamW (arXiv 1711.05101) on the elements in `mask`, standing for `steps` steps and ending at the clock.
+
+        `spread` is how far the last of several gradients is from their mean: half of its square goes into v.
+        """
         settings = self.groups[state.group]
         w, m, v, g = (x[mask] for x in (state.master, state.exp_avg, state.exp_avg_sq, gradient))
         beta1, beta2 = settings["betas"]
@@ -331,7 +387,8 @@ class ZenFlowReference:
         else:
             g = g + settings["weight_decay"] * w
         m = beta1**steps * m + (1 - beta1**steps) * g
-        v = beta2**steps * v + (1 - beta2**steps) * g * g
+        square = g * g if spread is None else g * g + SPREAD_SHARE * spread[mask] ** 2
+        v = beta2**steps * v + (1 - beta2**steps) * square
         m_hat = m / (1 - beta1**self.clock)
         v_hat = v / (1 - beta2**self.clock)
         w = w - lr * m_hat / (v_hat.sqrt() + settings["eps"])

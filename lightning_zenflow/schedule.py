@@ -19,6 +19,9 @@ class StepPlan:
         block: The block of deferred elements updated at this step; `None` in warm-up, where all of them are.
         lag: How many later steps may pass before the device sees the block: 1 with overlap, else 0.
         look_ahead: How far the device's copy is extrapolated along the master's last move, as a share of that move.
+        delay_steps: Steps from a gradient until the device has seen half of its update, if the device itself moves deferred
+            weights in that time; 0 if it does not.
+        interim: Whether it does so at this step.
     """
 
     step: int
@@ -26,6 +29,8 @@ class StepPlan:
     block: int | None
     lag: int
     look_ahead: float
+    delay_steps: float = 0.0
+    interim: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Schedule:
         overlap: Whether a block may arrive one step late.
         look_ahead: Whether the device's copy is extrapolated.
         select_from: Step of the selection from which `select_interval` counts; `None` for the first after warm-up.
+        interim: Whether the device itself moves deferred weights until the host's update arrives.
     """
 
     update_interval: int
@@ -47,6 +53,7 @@ class Schedule:
     overlap: bool = True
     look_ahead: bool = True
     select_from: int | None = None
+    interim: bool = False
 
     def changed(self, clock: int, update_interval: int, select_interval: int | None) -> Schedule:
         """The schedule for the steps after `clock`, with other intervals.
@@ -79,8 +86,11 @@ class Schedule:
         reselect = self.select_interval is not None and since_origin >= 0 and since_origin % self.select_interval == 0
         lag = 1 if self.overlap else 0
         # The middle of the time during which the device sees the block: it arrives `lag` steps late and stays U steps.
-        ahead = (lag + (self.update_interval - 1) / 2) / self.update_interval if self.look_ahead else 0.0
-        return StepPlan(step, reselect, step % self.update_interval, lag, ahead)
+        middle = lag + (self.update_interval - 1) / 2
+        ahead = middle / self.update_interval if self.look_ahead else 0.0
+        delay = middle if self.interim else 0.0
+        # A re-selection shows the masters, which would be the end of any move.
+        return StepPlan(step, reselect, step % self.update_interval, lag, ahead, delay, delay > 0 and not reselect)
 
 
 def block_range(numel: int, blocks: int, block: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.blocks import DeferredBlocks
 from lightning_zenflow.gradients import GradientInbox
+from lightning_zenflow.interim import SLOT, InterimStep
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.protocol import Accumulated, Gradient, Updated
 from lightning_zenflow.schedule import Schedule, StepPlan
@@ -54,6 +55,7 @@ class ShardOptimizer:
         columns: Selected columns by parameter index, int64 in ascending order; the same on every rank.
         selected: Device state of the selected elements.
         inbox: Where gradients arrive.
+        interim: What the device does to deferred weights until the host's update arrives.
         host: The background process.
         stats: Figures of the last step.
     """
@@ -88,19 +90,24 @@ class ShardOptimizer:
         self.selected = SelectedState(table, wire_dtype, device, weights.device)
         self.columns: dict[int, Tensor] = {}
         self.selected.fetch(self._host_state, self.columns)
-        self.inbox = GradientInbox(table, self.selected, self._transfers, device, arena.slot, self._wait_slot)
+        self.interim = InterimStep(table, weights, self._transfers, device)
+        self.inbox = GradientInbox(
+            table, self.selected, self._transfers, device, arena.slot, self._wait_slot, self.interim
+        )
         self._squares: Tensor | None = None
         self._step_started = time.perf_counter()
         self._open_inbox()
 
     def _open_inbox(self) -> None:
-        selecting = self._schedule.plan(self.clock + 1).reselect
-        self.inbox.open(selecting=selecting)
-        self._settles_ahead = selecting
+        plan = self._schedule.plan(self.clock + 1)
+        self.inbox.open(selecting=plan.reselect)
+        self.interim.open(plan)
+        self._settles_ahead = plan.reselect
         self._squares = None
 
     def _wait_slot(self, start: int, stop: int) -> None:
         """Until the host has read what the step before has left there; it has a whole step of time for that."""
+        self._transfers.wait_to_device(SLOT)  # and the device what it has fetched of it
         if not self.host.slot_is_read(start, stop):
             with self._timeline("wait for host"):
                 self.host.wait_slot(start, stop)
@@ -110,15 +117,22 @@ class ShardOptimizer:
         if not self.inbox.has_gradients:
             return
         self._transfers.wait_to_host()  # a late copy must not land on top of a gradient that comes next
+        if self.interim.is_due:  # it has moved weights, until their blocks arrive or a settle shows the masters
+            self._blocks.is_settled = False
         self._open_inbox()
 
     def begin_step(self) -> None:
         """Starts the clock of `StepStats.step_secs`; called at a step's first forward."""
         self._step_started = time.perf_counter()
 
-    def receive(self, segment: Segment, grad: Tensor) -> None:
-        """Takes the reduced gradient of a segment in the model's dtype, still times the loss scale; during backward."""
+    def receive(self, segment: Segment, grad: Tensor, loss_scale: float = 1.0, *, is_stored: bool = False) -> None:
+        """Takes the reduced gradient of a segment in the model's dtype, still times the loss scale; during backward.
+
+        One that is stored, from a checkpoint, has moved the weights before it was saved.
+        """
         self._squares = None
+        if not is_stored:
+            self.interim.begin(self._hypers(), loss_scale)
         if self._settles_ahead:  # the host has all of backward for what the coming barrier needs
             self._settles_ahead = False
             self._blocks.advance(self.clock, self._hypers())
@@ -129,7 +143,7 @@ class ShardOptimizer:
         if self._squares is None:
             self._squares = self.inbox.finish()
             self._sum_over_ranks(self._squares)
-        return math.sqrt(self._squares.item()) / loss_scale
+        return math.sqrt(self._squares.sum().item()) / loss_scale
 
     def step(self, *, loss_scale: float, clip_norm: float) -> Outcome:
         """Applies or skips one step. `finish_step` must follow, once the ranks have exchanged what changed.
@@ -145,7 +159,9 @@ class ShardOptimizer:
         self._blocks.begin_step()
         if not math.isfinite(norm):  # all ranks see the same sum, so all of them skip
             self._figures = {"grad_norm": norm, "grad_norm_clipped": math.nan}
-            return Outcome(applied=False, grad_norm=norm)
+            if self.interim.is_due:  # what that gradient has made of the weights goes
+                self._show_masters()
+            return Outcome(applied=False, grad_norm=norm, changed=self._blocks.changed)
         clip = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0 else 1.0
         factor, plan, groups = clip / loss_scale, self._schedule.plan(self.clock + 1), self._hypers()
         self._figures = {"grad_norm": norm, "grad_norm_clipped": norm * clip}
@@ -156,22 +172,43 @@ class ShardOptimizer:
         gradient = Gradient(factor, tuple(group.lr for group in groups))
         with self._timeline("launch"):
             if plan.block is not None:
-                self._blocks.launch(plan.block, plan.step, plan.look_ahead, groups, gradient, others=True)
+                self._blocks.launch(
+                    plan.block,
+                    plan.step,
+                    plan.look_ahead,
+                    groups,
+                    gradient,
+                    others=True,
+                    delay_steps=plan.delay_steps,
+                )
         with self._timeline("optimizer"):
             self.selected.update(groups, factor, plan.step)
         self._receive_blocks(plan, groups, gradient)
         with self._timeline("write weights"):
             self.selected.write(self._weights.view)
+        assert self._squares is not None
+        if self._schedule.interim:
+            self.interim.observe(self._squares, loss_scale)
 
         self.clock = plan.step
-        return Outcome(applied=True, grad_norm=norm, changed=self._blocks.changed)
+        changed = (0, self._table.numel) if self.interim.is_due else self._blocks.changed
+        return Outcome(applied=True, grad_norm=norm, changed=changed)
 
     def _receive_blocks(self, plan: StepPlan, groups: tuple[Hyper, ...], gradient: Gradient) -> None:
         """Brings to the device what is due at this step: always the same blocks, waiting if need be."""
         if plan.block is None:  # in warm-up
             self._blocks.update_all(plan.step, groups, gradient)
-        else:
-            self._blocks.collect(keep=plan.lag)
+            return
+        copied = self._blocks.collect(keep=plan.lag)
+        if plan.lag > 0:  # without a lag, the block knows this step's gradient
+            with self._timeline("copy block"):
+                for start, stop in copied:
+                    self.interim.move_again(start, stop, self.host.arena.slot)
+
+    def _show_masters(self) -> None:
+        """A settle, whether or not the host holds a gradient."""
+        self._blocks.update_all(self.clock, self._hypers())
+        self.selected.write_masters(self._weights.view)
 
     def settle(self) -> bool:
         """Applies every gradient the host holds and shows the device the masters. Returns whether anything changed.
@@ -181,8 +218,9 @@ class ShardOptimizer:
         """
         if self._blocks.is_settled:
             return False
-        self._blocks.update_all(self.clock, self._hypers())
-        self.selected.write_masters(self._weights.view)
+        self._show_masters()
+        for segment in self.inbox.received():  # of the step to come, whose moves the masters have replaced
+            self.interim.move_again(segment.start, segment.stop, self.host.arena.slot)
         return True
 
     def _reselect(self) -> None:
@@ -257,6 +295,7 @@ class ShardOptimizer:
             moments_dtype=moments_dtype,
             selected_moments=[moment.cpu() for moment in self.selected.moments()] if is_rounded else (),
             **self._blocks.state(),
+            **self.interim.state(),
         )
 
     def load_state(self, state: ShardState) -> None:
@@ -266,6 +305,7 @@ class ShardOptimizer:
             for moment, stored in zip(self.selected.moments(), state.selected_moments, strict=True):
                 moment.copy_(stored)
         self._blocks.load_state(state)
+        self.interim.load_state(state.mean_squares, state.observed_steps)
         for (_, weights), stored in zip(self._weights.ranges(0, self._table.numel), state.weights, strict=True):
             weights.copy_(stored)
         self._open_inbox()
@@ -276,6 +316,8 @@ class ShardOptimizer:
         skipped_steps: int = 0,
         schedule: Schedule | None = None,
         columns: Mapping[str, Tensor] | None = None,
+        mean_squares: Mapping[str, float] | None = None,
+        observed_steps: int = 0,
     ) -> None:
         """Goes on after step `clock` from masters and moments in the arena, with no gradient held back.
 
@@ -286,6 +328,7 @@ class ShardOptimizer:
             if schedule.select_interval is not None and clock >= schedule.warm_up_steps:
                 schedule = replace(schedule, select_from=clock + 1)
         self._start_at(clock, skipped_steps, schedule, columns or {})
+        self.interim.load_state(mean_squares or {}, observed_steps)
         for start, weights in self._weights.ranges(0, self._table.numel):
             weights.copy_(self.host.arena.master[start : start + weights.numel()])
         self._open_inbox()
@@ -371,5 +414,5 @@ class ShardOptimizer:
 
 def _is_cut_otherwise(now: Schedule, wanted: Schedule) -> bool:
     """Whether blocks are others, or reach the device at another time."""
-    names = ("update_interval", "warm_up_steps", "overlap", "look_ahead")
+    names = ("update_interval", "warm_up_steps", "overlap", "look_ahead", "interim")
     return any(getattr(now, name) != getattr(wanted, name) for name in names)

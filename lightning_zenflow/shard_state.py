@@ -18,7 +18,12 @@ from lightning_zenflow.shards import ParamSpec, ShardTable
 
 FORMAT = 1
 
-_BEFORE_MOMENTS_HAD_A_DTYPE: Mapping[str, Any] = {"moments_dtype": "float32", "selected_moments": ()}
+_OF_EARLIER_VERSIONS: Mapping[str, Any] = {
+    "moments_dtype": "float32",
+    "selected_moments": (),
+    "mean_squares": {},
+    "observed_steps": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class ShardState:
         moments_dtype: What the host keeps moments in.
         selected_moments: Where that is bf16, both fp32 moments of the selected elements, packed as on the device: what
             DeepSpeed's files hold of them is rounded.
+        mean_squares: Moving average of the squared gradient, for each parameter by name, the same on every rank.
+        observed_steps: Steps that are in it.
     """
 
     layout: StoredLayout
@@ -109,6 +116,8 @@ class ShardState:
     configured: tuple[int | str, int | str] = ("auto", "auto")
     moments_dtype: torch.dtype = torch.float32
     selected_moments: Sequence[Tensor] = ()
+    mean_squares: Mapping[str, float] = field(default_factory=dict)
+    observed_steps: int = 0
 
     def to_plain(self) -> dict[str, Any]:
         """As it is written: loads with `torch.load(weights_only=True)`."""
@@ -121,7 +130,7 @@ class ShardState:
         plain["lr_sums"] = [list(sums) for sums in self.lr_sums]
         for name in ("accumulated", "waiting"):
             plain[name] = [list(pair) for pair in plain[name]]
-        for name in ("columns", "partial", "received"):
+        for name in ("columns", "partial", "received", "mean_squares"):
             plain[name] = dict(plain[name])
         plain["configured"] = list(plain["configured"])
         return {"format": FORMAT, **plain}
@@ -138,7 +147,7 @@ class ShardState:
                 f"`format` of ZenFlow's state must be {FORMAT}, got {plain.get('format')!r}. Resume with the version of"
                 " lightning-zenflow that saved it."
             )
-        plain = {**_BEFORE_MOMENTS_HAD_A_DTYPE, **plain}
+        plain = {**_OF_EARLIER_VERSIONS, **plain}
         fields = {name: plain[name] for name in cls.__dataclass_fields__}
         fields["layout"] = StoredLayout.of_plain(plain["layout"])
         fields["schedule"] = Schedule(**plain["schedule"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -60,6 +61,15 @@ class Transfers:
             event = self._accelerator.Event()
             event.record(self._accelerator.current_stream())
             self._to_device[buffer] = event
+
+    def fetch(self, host: Tensor, device: torch.device, *, buffer: int) -> Tensor:
+        """`host` on `device`, copied on the current stream, or itself if it lies there. As with `to_device`."""
+        if host.device == device:
+            self.to_device_bytes += host.nbytes
+            return host
+        fetched = torch.empty_like(host, device=device)
+        self.to_device(fetched, host, buffer=buffer)
+        return fetched
 
     def wait_to_device(self, buffer: int) -> None:
         """Blocks until the copies out of the numbered host buffer are done, so that it may be filled again."""

@@ -57,6 +57,7 @@ class Case:
     update_interval: int = 4
     overlap: bool = True
     look_ahead: bool = True
+    interim: bool = True
     warm_up: int = 0
     accumulate: int = 1
     clip_norm: float = 0.0
@@ -101,6 +102,7 @@ def zenflow_config(case: Case) -> ZenFlowConfig:
         update_interval=case.update_interval,
         overlap_step=case.overlap,
         look_ahead=case.look_ahead,
+        interim_step=case.interim,
         full_warm_up_rounds=case.warm_up,
         deferred_lr_scale=case.lr_scale,  # type: ignore[arg-type]
         moments_dtype=case.moments_dtype,  # type: ignore[arg-type]
@@ -130,6 +132,7 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
         case.warm_up,
         case.overlap,
         case.look_ahead,
+        interim=case.interim and case.topk_ratio < 1 and not case.offload_params,
     )
     worst = {"gradient": 0.0, "weights": 0.0, "norm": 0.0}
     with (

@@ -144,6 +144,7 @@ class HostClient:
         gradient: Gradient | None = None,
         *,
         others: bool = False,
+        delay_steps: float = 0.0,
     ) -> None:
         """Launches one AdamW step on `block`, result into outbox `half`. Does not wait.
 
@@ -155,8 +156,9 @@ class HostClient:
             groups: Settings of each group.
             gradient: Of this step, in the slot, if the update contains it.
             others: Whether the accumulators of all other blocks get it as well.
+            delay_steps: By how many steps' beta1 the extrapolation fades.
         """
-        self._channel.launch(Update(block, half, clock, look_ahead, tuple(groups), gradient, others))
+        self._channel.launch(Update(block, half, clock, look_ahead, tuple(groups), gradient, others, delay_steps))
         if others:
             assert gradient is not None
             self.ledger.add_to_others(block, gradient)

@@ -70,6 +70,7 @@ class Update:
         groups: Settings of each group; their `lr` is not used, the sums of the steps are.
         gradient: Of this step, which the update contains; `None` for what is accumulated alone.
         others: Whether the accumulators of all other blocks get the gradient as well.
+        delay_steps: Extrapolation fades by beta1 at each of these steps, since the device moves on by itself.
     """
 
     block: int
@@ -79,6 +80,7 @@ class Update:
     groups: tuple[Hyper, ...]
     gradient: Gradient | None = None
     others: bool = False
+    delay_steps: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_zenflow.adamw import Hyper, adamw_, deferred_lr
+from lightning_zenflow.adamw import Hyper, adamw_, add_spread_, deferred_lr
 from lightning_zenflow.offload.affinity import bind
 from lightning_zenflow.offload.arena import Arena
 from lightning_zenflow.offload.layout import ArenaLayout
@@ -79,6 +79,7 @@ class _BlockStep:
         clock: Step number of the bias correction, and of the noise that rounds moments.
         gradient: What the slot holds of it; `None` for nothing.
         look_ahead: How far the outbox is extrapolated.
+        delay_steps: By how many steps' beta1 that fades.
         outbox: What the device will see, in the dtype of the weights; `None` if it shall see nothing.
         outbox_start: Place in the shard of the outbox's first element.
     """
@@ -89,6 +90,7 @@ class _BlockStep:
     clock: int
     gradient: Gradient | None = None
     look_ahead: float = 0.0
+    delay_steps: float = 0.0
     outbox: Tensor | None = None
     outbox_start: int = 0
 
@@ -213,6 +215,7 @@ class HostAdamW:
             command.clock,
             command.gradient,
             command.look_ahead,
+            command.delay_steps,
             outbox=self._arena.outboxes[command.half],
             outbox_start=self._starts[command.block],
         )
@@ -237,18 +240,22 @@ class HostAdamW:
         (first, last, group), arena = piece, self._arena
         master, visible = arena.master[first:last], arena.master[first:last]
         if step.steps:
-            if step.look_ahead:
-                visible = scratch[1, : last - first].copy_(master)
-            grad = self._mean_gradient(step, first, last, scratch[0])
+            grad, hyper = self._mean_gradient(step, first, last, scratch[0]), step.hypers[group]
             stored = arena.exp_avg[first:last], arena.exp_avg_sq[first:last]
             wide = scratch[2:, : last - first] if self._is_narrow else None
             moments = stored if wide is None else (wide[0].copy_(stored[0]), wide[1].copy_(stored[1]))
-            adamw_(master, grad, *moments, step.hypers[group], clock=step.clock, steps=step.steps)
+            if step.gradient is not None and step.steps > 1:
+                last_grad = scratch[1, : last - first].copy_(arena.slot[first:last])
+                difference = torch.sub(last_grad.mul_(step.gradient.scale), grad, out=last_grad)
+                add_spread_(moments[1], difference, hyper.beta2, step.steps)
+            if step.look_ahead:
+                visible = scratch[1, : last - first].copy_(master)
+            adamw_(master, grad, *moments, hyper, clock=step.clock, steps=step.steps)
             if wide is not None:
                 round_into(stored, wide, first, step.clock)
             if step.look_ahead:  # w + look_ahead * (w - w_before), rounded once, by the copy into the outbox
                 torch.sub(master, visible, out=visible)
-                torch.add(master, visible, alpha=step.look_ahead, out=visible)
+                torch.add(master, visible, alpha=step.look_ahead * hyper.beta1**step.delay_steps, out=visible)
         if step.outbox is not None:
             step.outbox[first - step.outbox_start : last - step.outbox_start].copy_(visible)
 

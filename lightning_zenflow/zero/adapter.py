@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.layout import MOMENTS_DTYPES, ArenaLayout
+from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.shard_optimizer import Outcome, ShardOptimizer
 from lightning_zenflow.shard_state import StoredLayout
 from lightning_zenflow.shards import Segment, ShardTable
@@ -38,6 +40,7 @@ class ZenFlowZero(StoresState):
     clip_grad: float
     loss_scale: float
     _global_grad_norm: float
+    _offloads_weights = False
     _params: list[Any]  # parameters, with what DeepSpeed adds to them
     _layout: StoredLayout
 
@@ -113,7 +116,7 @@ class ZenFlowZero(StoresState):
                 table,
                 ShardWeights(table, self._weights_of_groups()),
                 client,
-                self.settings.schedule(),
+                self.schedule(),
                 topk_ratio=config.topk_ratio,
                 wire_dtype=self.dtype,
                 device=self._device,
@@ -122,6 +125,11 @@ class ZenFlowZero(StoresState):
         except BaseException:
             client.close()
             raise
+
+    def schedule(self) -> Schedule:
+        """As the run begins. The device moves no weights that lie in host memory."""
+        schedule = self.settings.schedule()
+        return replace(schedule, interim=schedule.interim and not self._offloads_weights)
 
     def _move_masters(self, client: HostClient, table: ShardTable) -> None:
         """Has the masters begin in the arena, and DeepSpeed's fp32 partitions be views of it."""
@@ -161,7 +169,7 @@ class ZenFlowZero(StoresState):
         if earlier is not None:
             grad = earlier if grad is None else earlier.add_(grad)
         assert grad is not None
-        self.shard.receive(segment, grad.to(self.dtype))
+        self.shard.receive(segment, grad.to(self.dtype), float(self.loss_scale))
 
     def _deliver_remaining(self) -> None:
         """Parameters that had a gradient in an earlier micro-batch of this step but not in the last one."""
@@ -183,7 +191,7 @@ class ZenFlowZero(StoresState):
     def put_partial_step(self, saved: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
         for segment in self._segments.values():
             if segment.spec.name in received:
-                self.shard.receive(segment, received[segment.spec.name].to(self._device))
+                self.shard.receive(segment, received[segment.spec.name].to(self._device), is_stored=True)
         for index, spec in enumerate(self._layout.params):
             if spec.name in saved:
                 self._put_sum(index, saved[spec.name])
@@ -210,7 +218,7 @@ class ZenFlowZero(StoresState):
             if self.loss_scaler.dynamic:  # a fixed scale has nothing to update, and says so at every skipped step
                 self._update_scale(self.overflow)  # type: ignore[attr-defined]
             self._global_grad_norm = outcome.grad_norm
-            if outcome.applied and self._world_size > 1:
+            if self._world_size > 1 and (outcome.applied or any(outcome.changed)):
                 with self.shard.time("exchange"):
                     self._exchange(outcome)
             self.shard.finish_step(applied=outcome.applied)

@@ -171,7 +171,9 @@ def _restore(zero: StoresState, stored: StoredCheckpoint, path: Path) -> None:
         )
     groups = [Hyper.of(dict(group)) for group in stored.param_groups]
     zero.load_masters(partial(fill_settled, source=stored, states=states, groups=groups))
-    zero.shard.load_masters(mine.clock, mine.skipped_steps, mine.schedule, mine.columns)
+    zero.shard.load_masters(
+        mine.clock, mine.skipped_steps, mine.schedule, mine.columns, mine.mean_squares, mine.observed_steps
+    )
     _follow(zero, mine)
 
 
@@ -198,7 +200,7 @@ class _Multiplied:
 
 def _follow(zero: StoresState, state: ShardState) -> None:
     """Settings that were changed since then hold from now on; intervals that were changed while training stay as they were."""
-    wanted, stored = zero.settings.schedule(), state.schedule
+    wanted, stored = zero.schedule(), state.schedule
     update_interval, select_interval = zero.settings.configured
     if update_interval in ("auto", state.configured[0]):
         wanted = replace(wanted, update_interval=stored.update_interval)

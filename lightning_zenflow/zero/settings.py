@@ -37,4 +37,5 @@ class RunSettings:
             warm_up_steps=self.config.full_warm_up_rounds,
             overlap=self.config.overlap_step,
             look_ahead=self.config.look_ahead,
+            interim=self.config.interim_step and self.config.topk_ratio < 1,
         )

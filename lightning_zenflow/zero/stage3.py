@@ -63,6 +63,10 @@ class ZenFlowZeroOptimizerStage3(ZenFlowZero, DeepSpeedZeroOptimizer_Stage3):
             parts[self.sub_group_to_group_id[sub_group]].append(flat)
         return [_joined(flats, self.dtype) for flats in parts]
 
+    @property
+    def _offloads_weights(self) -> bool:  # type: ignore[override]
+        return bool(self.offload_param)
+
     def _move_masters(self, client: HostClient, table: ShardTable) -> None:
         # DeepSpeed leaves its padding as the memory was, which may be a NaN.
         for param in self._params:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_zenflow.checkpoint.widened import Widening
 from lightning_zenflow.optimizer import ZenFlowAdamW
+from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.selected import HostState
 from lightning_zenflow.shard_optimizer import ShardOptimizer
 from lightning_zenflow.shard_state import ShardState, StoredLayout
@@ -175,6 +176,10 @@ class StoresState:
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Refuses: `ZenFlowStrategy.load_checkpoint` restores, by parameter name and from any layout."""
         raise NotImplementedError("ZenFlow restores through `trainer.fit(ckpt_path=...)`.")
+
+    def schedule(self) -> Schedule:
+        """As the run begins."""
+        raise NotImplementedError
 
     def own_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Copies of this rank's part of each master, by name; the worker must be idle."""

@@ -15,6 +15,7 @@ FACTORS: dict[str, list[Any]] = {
     "update_interval": [4, 1, 2],
     "overlap": [True, False],
     "look_ahead": [True, False],
+    "interim": [True, False],
     "warm_up": [0, 3],
     "accumulate": [1, 2],
     "clip_norm": [0.0, 0.05],

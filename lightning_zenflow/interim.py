@@ -1,0 +1,125 @@
+"""What the device itself does to deferred weights between two of the host's updates.
+
+A gradient reaches a deferred weight as soon as the host's update arrives, which takes half an interval on average. In
+directions of high curvature such a delay lets weights swing where AdamW's would settle. So the device moves its own copy at
+once, by what it knows without any state for each element::
+
+    w_device = w_device - (1 - beta1**delay) * lr * g / rms
+
+`rms` is the root of the mean square of the matrix's gradients, a moving average over the steps before; `1 - beta1**delay`
+is how much of a gradient AdamW's first moment has let through in the time that the update takes on average. The look-ahead,
+which goes on along the last move, fades by `beta1**delay` in turn. The master never sees any of it: the next update of the
+block overwrites the device's copy. Neither in the paper nor in DeepSpeed; `examples/accuracy.md` has what it does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.adamw import Hyper
+from lightning_zenflow.schedule import StepPlan
+from lightning_zenflow.shards import Segment, ShardTable
+from lightning_zenflow.transfer import Transfers
+from lightning_zenflow.weights import ShardWeights
+
+DECAY = 0.98
+"""Of the moving average of squared gradients, per step."""
+
+SLOT = 2
+"""Number by which `Transfers` knows copies out of the slot; those of the outbox halves are 0 and 1."""
+
+_CHUNK_NUMEL = 1 << 18
+_DEVICE_CHUNK_NUMEL = 1 << 24
+
+
+class InterimStep:
+    """Moves the deferred weights of one rank; vectors are never deferred, and selected elements are overwritten anyway.
+
+    Attributes:
+        is_due: Whether weights move at this step, on whichever rank.
+        mean_squares: fp32 `[parameters]` on the device: average of the squared, unscaled gradient, not bias-corrected.
+        observed_steps: Steps that are in it.
+    """
+
+    def __init__(self, table: ShardTable, weights: ShardWeights, transfers: Transfers, device: torch.device) -> None:
+        self._table, self._weights, self._transfers, self._device = table, weights, transfers, device
+        self._starts = [segment.start for segment in table.segments]
+        self._numels = torch.tensor([max(1, spec.numel) for spec in table.params], dtype=torch.float32, device=device)
+        self._chunk_numel = _CHUNK_NUMEL if device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+        self.mean_squares = torch.zeros_like(self._numels)
+        self.observed_steps = 0
+        self.is_due = False
+        self._factors: Sequence[Tensor] | None = None
+
+    def open(self, plan: StepPlan) -> None:
+        """Begins the step of `plan`."""
+        self.is_due = plan.interim and self.observed_steps > 0
+        self._delay_steps = plan.delay_steps
+        self._factors = None
+
+    def begin(self, groups: Sequence[Hyper], loss_scale: float) -> None:
+        """Before the first gradient of a step: what a gradient has to be multiplied with, for each parameter."""
+        if not self.is_due or self._factors is not None:
+            return
+        shares = [-group.lr * (1 - group.beta1**self._delay_steps) for group in groups]
+        wanted = torch.tensor([shares[spec.group] for spec in self._table.params], dtype=torch.float32)
+        rms = (self.mean_squares / (1 - DECAY**self.observed_steps)).sqrt()
+        factors = wanted.to(self._device) / (rms * loss_scale)
+        # A matrix without any gradient so far stays where it is.
+        self._factors = torch.where(rms > 0, factors, torch.zeros_like(factors)).unbind()
+
+    def move(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
+        """Elements `start` to `stop` of the shard, by a gradient that arrives during backward, still times the loss scale.
+
+        `grad` is flat `[stop - start]` on the device. Nobody reads these weights any more in this backward: autograd has
+        finished their gradient.
+        """
+        if self._factors is not None and segment.spec.is_matrix:
+            self._add(segment, start, stop, grad)
+
+    def move_again(self, start: int, stop: int, slot: Tensor) -> None:
+        """In a range that a block has just been copied to, whose update does not know this step's gradient yet.
+
+        `slot` is the host's, flat `[shard numel]`; it must not be overwritten before `Transfers.wait_to_device(SLOT)`.
+        """
+        if self._factors is None:
+            return
+        segments = self._table.segments
+        for segment in segments[max(0, bisect_right(self._starts, start) - 1) : bisect_left(self._starts, stop)]:
+            first, last = max(start, segment.start), min(stop, segment.stop)
+            if segment.spec.is_matrix:
+                for at in range(first, last, self._chunk_numel):
+                    end = min(last, at + self._chunk_numel)
+                    self._add(segment, at, end, self._transfers.fetch(slot[at:end], self._device, buffer=SLOT))
+
+    def _add(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
+        assert self._factors is not None
+        for offset, weights in self._weights.ranges(start, stop):
+            weights.addcmul_(grad[offset : offset + weights.numel()], self._factors[segment.param])
+
+    def observe(self, squares: Tensor, loss_scale: float) -> None:
+        """After an applied step: sums of squares of its gradient over all ranks, fp32 `[parameters]` on the device."""
+        mean = squares / (self._numels * loss_scale**2)
+        self.mean_squares.lerp_(mean, 1 - DECAY)
+        self.observed_steps += 1
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The fields of `ShardState` that are about it."""
+        names = [spec.name for spec in self._table.params]
+        return {
+            "mean_squares": dict(zip(names, self.mean_squares.tolist(), strict=True)),
+            "observed_steps": self.observed_steps,
+        }
+
+    def load_state(self, mean_squares: Mapping[str, float], observed_steps: int) -> None:
+        """Goes on from the averages by parameter name; those of no checkpoint begin anew."""
+        known = [mean_squares.get(spec.name, 0.0) for spec in self._table.params]
+        self.mean_squares.copy_(torch.tensor(known, dtype=torch.float32))
+        self.observed_steps = observed_steps
