@@ -34,7 +34,7 @@ class GradientInbox:
         device: torch.device,
         slot: Tensor,
         wait_slot: Callable[[int, int], None],
-        interim: InterimStep,
+        interim: InterimStep | None = None,
     ) -> None:
         """Collects in `slot`, flat `[shard numel]` on CPU; `wait_slot` waits until a range of it may be written."""
         self._table, self._selected, self._transfers, self._device = table, selected, transfers, device
@@ -74,7 +74,7 @@ class GradientInbox:
         """
         if is_second := segment.param in self._squares:
             self._transfers.wait_to_host()  # the first gradient is read back and must have arrived
-            self._interim.move(segment, segment.start, segment.stop, grad)
+            self._move(segment, segment.start, segment.stop, grad)
             grad = grad + self.read(segment).to(grad.device)
         else:
             self._wait_slot(segment.start, segment.stop)
@@ -87,13 +87,17 @@ class GradientInbox:
                 band = grad[start - segment.start : stop - segment.start]
                 squares.append(self._square_sum(band))
                 if not is_second:
-                    self._interim.move(segment, start, stop, band)
+                    self._move(segment, start, stop, band)
                 if slot is not None:
                     slot.pack(band, self._selected.wire, row)
                 # Last: the event recorded with the copy then stands for the measurements as well.
                 self._transfers.to_host(self._slot[start:stop], band)
         if self._selecting:
             self.board.record(segment, grad)
+
+    def _move(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
+        if self._interim is not None:
+            self._interim.move(segment, start, stop, grad)
 
     def _square_sum(self, grad: Tensor) -> Tensor:
         """Sum of squares of a flat tensor as an fp32 scalar on its device."""

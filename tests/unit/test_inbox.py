@@ -39,7 +39,11 @@ def test_bands_of_any_size_measure_pack_and_copy_the_same(
     slot, packed, squares, waits = received(rank)
     table = ShardTable.build(SPECS, [45], rank)
     owned = torch.cat([torch.arange(segment.start, segment.stop) for segment in table.segments])
-    assert squares.shape == (1,) and squares.item() == pytest.approx(slot[owned].double().square().sum().item(), 1e-6)
+    assert squares.shape == (len(SPECS),)
+    assert squares.sum().item() == pytest.approx(slot[owned].double().square().sum().item(), 1e-6)
+    for segment in table.segments:
+        own = slot[segment.start : segment.stop].double().square().sum().item()
+        assert squares[segment.param].item() == pytest.approx(own, 1e-6)
     expected = []
     for segment in table.segments:
         for offset in range(segment.numel):
@@ -58,4 +62,4 @@ def test_a_step_without_gradients_has_zeros_everywhere() -> None:
     slot = torch.full((table.numel,), 7.0)
     inbox = GradientInbox(table, selected, Transfers(), CPU, slot, lambda start, stop: None)
     inbox.open(selecting=False)
-    assert inbox.finish().tolist() == [0] and not selected.wire.any() and not slot[:89].any()
+    assert inbox.finish().tolist() == [0, 0, 0] and not selected.wire.any() and not slot[:89].any()
