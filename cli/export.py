@@ -24,8 +24,9 @@ from lightning_zenflow.checkpoint.errors import CheckpointError
 from lightning_zenflow.checkpoint.manifest import Manifest, is_remote
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
 from lightning_zenflow.checkpoint.verify import verify
+from lightning_zenflow.wording import in_words
 
-from .console import Parser, console, facts, quiet_deepspeed, seconds, size
+from .console import Parser, console, facts, quiet_deepspeed, size
 from .export_file import (
     Weights,
     client_state,
@@ -264,7 +265,7 @@ def _summary(
         ("frozen", f"{len(frozen):,} parameters, {sum(frozen):,} elements" if frozen else "none"),
         ("buffers", f"{len(stored.buffers):,}" if stored.buffers else "none"),
         ("tied", ", ".join(f"{name} = {first}" for name, first in weights.tied.items()) or "none"),
-        ("took", seconds(secs)),
+        ("took", in_words(secs)),
     ]
     return facts(rows)
 
