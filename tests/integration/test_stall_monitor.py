@@ -8,6 +8,7 @@ import math
 import os
 import statistics
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_zenflow import AutoTuner, StallMonitor
+from lightning_zenflow import AutoTuner, StallMonitor, __version__
 from lightning_zenflow.callbacks.record import read_changes
 from tests.delays import host_that_takes
 from tests.modules import EXPECTED_WARNINGS, Small, batches, fit, strategy_of
@@ -105,6 +106,19 @@ def test_the_record_lies_beside_what_the_logger_writes(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, "logs", 7)
     fit(Small(), zenflow=SETTINGS, callbacks=[StallMonitor(record=True)], logger=logger, log_every_n_steps=5)
     assert len(lines(tmp_path / "logs" / "version_7" / "zenflow.jsonl", "step")) == 10
+
+
+def test_packages_that_are_not_installed_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an archive (`python app.pyz`) or from a checkout on PYTHONPATH."""
+
+    def not_installed(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", staticmethod(not_installed))
+    fit(Small(), zenflow=SETTINGS, callbacks=[StallMonitor(record=True)], default_root_dir=tmp_path)
+    (first,) = lines(tmp_path / "zenflow.jsonl", "run")
+    assert first["versions"]["lightning-zenflow"] == __version__
+    assert first["versions"]["deepspeed"].startswith("0.")
 
 
 class Failing(Small):
