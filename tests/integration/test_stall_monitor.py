@@ -108,13 +108,16 @@ def test_the_record_lies_beside_what_the_logger_writes(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "logs" / "version_7" / "zenflow.jsonl", "step")) == 10
 
 
-def test_packages_that_are_not_installed_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an archive (`python app.pyz`) or from a checkout on PYTHONPATH."""
+def test_a_package_that_is_not_installed_records_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from an archive (`python app.pyz`) or from a checkout on PYTHONPATH."""
+    from_name = metadata.Distribution.from_name
 
-    def not_installed(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
+    def ours_missing(name: str) -> metadata.Distribution:
+        if name == "lightning-zenflow":
+            raise metadata.PackageNotFoundError(name)
+        return from_name(name)
 
-    monkeypatch.setattr(metadata.Distribution, "from_name", staticmethod(not_installed))
+    monkeypatch.setattr(metadata.Distribution, "from_name", staticmethod(ours_missing))
     fit(Small(), zenflow=SETTINGS, callbacks=[StallMonitor(record=True)], default_root_dir=tmp_path)
     (first,) = lines(tmp_path / "zenflow.jsonl", "run")
     assert first["versions"]["lightning-zenflow"] == __version__
