@@ -82,9 +82,9 @@ def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def plain_run(folder: Path) -> dict[str, Tensor]:
+def plain_run(folder: Path, code: str = CODE) -> dict[str, Tensor]:
     """The weights of a script that is run as usual."""
-    with started(folder, CODE, env={WEIGHTS: str(folder / "weights.pt")}) as program:
+    with started(folder, code, env={WEIGHTS: str(folder / "weights.pt")}) as program:
         assert program.end() == 0, program.output
     return weights(folder)
 
