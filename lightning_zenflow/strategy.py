@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from lightning_zenflow import arguments, ds_config
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core_shares import share_of_cores
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.intervals import IntervalsStrategy
 from lightning_zenflow.module_guard import ModuleGuard
@@ -106,9 +107,9 @@ class ZenFlowStrategy(IntervalsStrategy):
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
         if trainer.state.fn == TrainerFn.FITTING:
+            self._share = share_of_cores(self.node_rank, self.local_rank, self.num_processes)
             if isinstance(self.accelerator, CPUAccelerator):
-                cores = cores_of_worker(self.zenflow, self.local_rank, self.num_processes)
-                self._threads.limit(len(cores), self.num_processes)
+                self._threads.limit(len(self._cores_of_worker()), self._share.ranks)
             self._add_auto_tuner(trainer)
         super().setup(trainer)
         if self._zero is not None:
@@ -206,9 +207,12 @@ class ZenFlowStrategy(IntervalsStrategy):
         return RunSettings(
             config=self.zenflow,
             select_interval=self.zenflow.select_interval_steps(self._steps_per_epoch()),
-            worker_cores=cores_of_worker(self.zenflow, self.local_rank, self.num_processes),
+            worker_cores=self._cores_of_worker(),
             local_ranks=self.num_processes,
         )
+
+    def _cores_of_worker(self) -> list[int]:
+        return cores_of_worker(self.zenflow, self.local_rank, self.num_processes, self._share)
 
     @property
     def _zero(self) -> ZenFlowZero | None:
