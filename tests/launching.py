@@ -45,7 +45,9 @@ def launched(
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OF_OTHERS)}
     settings: dict[str, str | Path | None] = {
         **clean,
-        "PYTHONPATH": REPO,
+        "PYTHONPATH": os.pathsep.join(
+            [str(REPO), *filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        ),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         WEIGHTS: folder / "weights.pt",

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from tests.launching import CODE, launched, plain_run, same, weights
-from tests.live import LOOK_SECS, Program, until, warm_server
+from tests.live import Program, until, warm_server
 from tests.patience import patient
 
 jupyter_client = pytest.importorskip("jupyter_client", reason="the extra `test` installs it")
@@ -37,12 +37,18 @@ class Notebook:
         reply = self._client.execute_interactive(
             cell, allow_stdin=False, timeout=patient(within_secs), output_hook=self._show
         )
-        content = reply["content"]
-        return content["status"] if content["status"] == "ok" else content["ename"]
+        return _how(reply)
 
-    def begin(self, cell: str) -> None:
-        """Has a cell run, without waiting for it."""
-        self._client.execute(cell)
+    def begin(self, cell: str) -> str:
+        """Has a cell run, without waiting for it; returns its number."""
+        return self._client.execute(cell)
+
+    def end(self, number: str, within_secs: float = 60.0) -> str:
+        """Waits until the cell that was begun has ended, and returns how."""
+        while True:  # until `get_shell_msg` raises
+            reply = self._client.get_shell_msg(timeout=patient(within_secs))
+            if reply["parent_header"].get("msg_id") == number:
+                return _how(reply)
 
     def shut_down(self) -> None:
         self._client.shutdown()
@@ -50,6 +56,10 @@ class Notebook:
     def _show(self, message: dict[str, Any]) -> None:
         content = message["content"]
         self.shown += content.get("text", "") + "\n".join(content.get("traceback", []))
+
+
+def _how(reply: dict[str, Any]) -> str:
+    return reply["content"].get("ename", reply["content"]["status"])
 
 
 @contextmanager
@@ -103,10 +113,11 @@ def test_an_interrupted_cell_ends_its_training_and_the_next_one_trains(
 ) -> None:
     """The button that interrupts: Lightning ends the run in its own way, and the kernel lives on."""
     with notebook(tmp_path) as cells:
-        cells.begin(ENDLESS)
+        number = cells.begin(ENDLESS)
         assert until((tmp_path / "trains").exists, patient(60))
         cells.kernel.send(signal.SIGINT)
-        assert until(lambda: not cells.kernel.workers(), patient(10), LOOK_SECS)
+        assert cells.end(number) == "SystemExit"
+        assert cells.kernel.workers() == []
         assert cells.run(CODE) == "ok", cells.shown
         assert same(weights(tmp_path), plain)
         cells.shut_down()
