@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core_shares import Share
 from lightning_zenflow.offload.affinity import worker_cores
 
 
@@ -40,14 +41,21 @@ def check_accelerator(accelerator: Any, precision: Any) -> None:
         )
 
 
-def cores_of_worker(config: ZenFlowConfig, local_rank: int, local_ranks: int) -> list[int]:
+def cores_of_worker(config: ZenFlowConfig, local_rank: int, local_ranks: int, share: Share | None = None) -> list[int]:
     """Cores of this rank's background process; empty for no pinning.
+
+    Args:
+        config: May name the cores, or the share of them that stays with PyTorch.
+        local_rank: Number of this rank on this machine.
+        local_ranks: Ranks on this machine.
+        share: Its place among those that divide the same cores, if these are not all ranks of the machine.
 
     Raises:
         ValueError: `worker_cores` is given with several ranks on a machine.
     """
     if config.worker_cores is None:
-        return worker_cores(os.sched_getaffinity(0), config.pt_reserved_cores_perc, local_rank, local_ranks)
+        rank, ranks = share or (local_rank, local_ranks)
+        return worker_cores(os.sched_getaffinity(0), config.pt_reserved_cores_perc, rank, ranks)
     if local_ranks > 1:
         raise ValueError(
             f"`worker_cores` must be left out with {local_ranks} ranks on a machine, got {config.worker_cores}. Set"
@@ -66,13 +74,13 @@ class TorchThreads:
     def __init__(self) -> None:
         self._before: int | None = None
 
-    def limit(self, cores_of_one_worker: int, local_ranks: int) -> None:
-        """Leaves the workers' cores to them, and shares the others between the ranks of this machine."""
+    def limit(self, cores_of_one_worker: int, ranks: int) -> None:
+        """Leaves the workers' cores to them, and shares the others between the ranks that may use the same cores."""
         if "OMP_NUM_THREADS" in os.environ:
             return
         self._before = torch.get_num_threads()
-        reserved = len(os.sched_getaffinity(0)) - local_ranks * cores_of_one_worker
-        torch.set_num_threads(max(1, min(self._before, reserved // local_ranks)))
+        reserved = len(os.sched_getaffinity(0)) - ranks * cores_of_one_worker
+        torch.set_num_threads(max(1, min(self._before, reserved // ranks)))
 
     def restore(self) -> None:
         """Gives PyTorch the threads that it had. Safe to call again."""

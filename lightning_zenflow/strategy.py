@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -17,14 +15,15 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies.strategy import TBroadcast  # noqa: F401  (resolves the base class's annotations)
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from lightning_zenflow import arguments, ds_config
-from lightning_zenflow.checkpointing import CheckpointingStrategy
-from lightning_zenflow.config import ZenFlowConfig, check_interval
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core_shares import share_of_cores
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
+from lightning_zenflow.intervals import IntervalsStrategy
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_precision
 from lightning_zenflow.refusals import refuse_callbacks, refuse_for_stage, refuse_unsupported
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_zenflow.zero.adapter import ZenFlowZero
 
 
-class ZenFlowStrategy(CheckpointingStrategy):
+class ZenFlowStrategy(IntervalsStrategy):
     """Trains with ZeRO stage 1, 2 or 3 and the optimizer state in host memory, without waiting for the host.
 
     Use it as `Trainer(strategy="zenflow")` after `import lightning_zenflow`, or make one with settings. The module's own
@@ -92,51 +91,6 @@ class ZenFlowStrategy(CheckpointingStrategy):
         self._has_ended = self._is_complete = self._loads_whole_file = False
         self._guard: ModuleGuard | None = None
 
-    # -- settings ---------------------------------------------------------------------------------------------------
-
-    def _load_config(self, config: Any) -> dict[str, Any] | None:
-        """The DeepSpeed config as a copy of its own, without the `"zenflow"` block, which is kept aside."""
-        loaded = super()._load_config(config)
-        if loaded is None:
-            return None
-        loaded, self._zenflow_block = ds_config.take_zenflow_block(loaded)
-        ds_config.drop_auto(loaded)
-        return loaded
-
-    def _merge_stage(self, stage: int | None) -> None:
-        zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
-        if stage is not None and isinstance(zero, dict) and zero.setdefault("stage", stage) != stage:
-            raise ValueError(
-                f"`stage` must agree with the DeepSpeed config, got stage={stage} and `zero_optimization.stage`="
-                f"{zero['stage']}. Give one of them."
-            )
-
-    def _format_config(self) -> None:
-        assert isinstance(self.config, dict) and self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        ds_config.check_against_trainer(self.config, self.precision_plugin.precision, trainer.gradient_clip_val)
-        # The Trainer's own limit comes with each step, through `ZenFlowPrecision`.
-        self.config.setdefault("gradient_clipping", 0.0)
-        batch_size = self.config.pop("train_batch_size", None)
-        super()._format_config()
-        if trainer.state.fn == TrainerFn.FITTING:
-            ds_config.check_batch_size(self.config, batch_size, trainer.accumulate_grad_batches, self.world_size)
-        if trainer.accumulate_grad_batches > 1 and self.config["zero_optimization"]["stage"] == 1:
-            # ZeRO-1 lets autograd sum micro-batches, in the model's dtype if not told otherwise.
-            self.config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-        # Lightning scales the loss and says when to step; DeepSpeed would do both a second time.
-        self.config["gradient_accumulation_steps"] = 1
-
-    def _auto_select_batch_size(self) -> int:
-        """Of the training data, which only logs show, and which a data module may not have when nothing is trained."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return 1
-        try:
-            return super()._auto_select_batch_size()
-        except AttributeError:  # a batch sampler does not have to know its batch size, which only logs show
-            return 1
-
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
@@ -153,9 +107,9 @@ class ZenFlowStrategy(CheckpointingStrategy):
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
         if trainer.state.fn == TrainerFn.FITTING:
+            self._share = share_of_cores(self.node_rank, self.local_rank, self.num_processes)
             if isinstance(self.accelerator, CPUAccelerator):
-                cores = cores_of_worker(self.zenflow, self.local_rank, self.num_processes)
-                self._threads.limit(len(cores), self.num_processes)
+                self._threads.limit(len(self._cores_of_worker()), self._share.ranks)
             self._add_auto_tuner(trainer)
         super().setup(trainer)
         if self._zero is not None:
@@ -167,22 +121,6 @@ class ZenFlowStrategy(CheckpointingStrategy):
         """Lets go of what the last `fit` kept for whoever saves after it."""
         if self._zero is not None:
             self._zero.free()
-
-    def _add_auto_tuner(self, trainer: Trainer) -> None:
-        """Has automatic intervals tuned, by the same callback in every `fit`, so that it goes on with what it has learned."""
-        from lightning_zenflow.callbacks import AutoTuner
-
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not self.zenflow.is_automatic or any(isinstance(callback, AutoTuner) for callback in callbacks):
-            return
-        if torch.are_deterministic_algorithms_enabled():
-            rank_zero_info(
-                "ZenFlow: automatic intervals stay as they begin, since measured times are never the same twice and"
-                " deterministic algorithms were asked for. AutoTuner(replay=...) repeats the intervals of an earlier run."
-            )
-            return
-        self._auto_tuner = self._auto_tuner or AutoTuner()
-        callbacks.insert(0, self._auto_tuner)
 
     def init_deepspeed(self) -> None:
         assert self.lightning_module is not None and isinstance(self.model, LightningModule)
@@ -269,18 +207,12 @@ class ZenFlowStrategy(CheckpointingStrategy):
         return RunSettings(
             config=self.zenflow,
             select_interval=self.zenflow.select_interval_steps(self._steps_per_epoch()),
-            worker_cores=cores_of_worker(self.zenflow, self.local_rank, self.num_processes),
+            worker_cores=self._cores_of_worker(),
             local_ranks=self.num_processes,
         )
 
-    def _steps_per_epoch(self) -> int | None:
-        if self.zenflow.select_strategy != "epoch":
-            return None  # not asked for, so that no data loader is set up early
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        trainer.fit_loop.setup_data()
-        batches = trainer.num_training_batches
-        return None if math.isinf(batches) else max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+    def _cores_of_worker(self) -> list[int]:
+        return cores_of_worker(self.zenflow, self.local_rank, self.num_processes, self._share)
 
     @property
     def _zero(self) -> ZenFlowZero | None:
@@ -359,38 +291,6 @@ class ZenFlowStrategy(CheckpointingStrategy):
     def _is_fitted(self) -> bool:
         """Whether `fit` has come to its end without an exception."""
         return self._zero is not None and self._is_running
-
-    @property
-    def intervals(self) -> tuple[int, int | None]:
-        """Update interval and selection interval in steps, as they are now; `None` if nothing is ever selected.
-
-        Raises:
-            RuntimeError: No training is under way.
-        """
-        return self._training("intervals").shard.intervals
-
-    def change_intervals(self, update_interval: int, select_interval: int | None) -> None:
-        """Other intervals from the next step on, in steps. Every rank must call it with the same values, between steps.
-
-        A new `update_interval` settles first (see `settle`), so that no gradient is lost. The next selection comes
-        `select_interval` steps after the last one. A step begins with the `training_step` of its first micro-batch, and
-        ends with the optimizer step; hooks such as `on_train_batch_start` and `on_train_batch_end` are in between.
-
-        Raises:
-            RuntimeError: No training is under way, or the next step has begun.
-            TypeError: An interval is no whole number.
-            ValueError: It is out of range.
-        """
-        check_interval("update_interval", update_interval)
-        if select_interval is not None:
-            check_interval("select_interval", select_interval)
-        zero = self._training("change_intervals")
-        if self._step_is_open:
-            raise RuntimeError(
-                "Intervals must be changed between two steps, got a call within one. Call it in `on_train_batch_end`, and"
-                " with accumulation after the last batch of a step."
-            )
-        zero.change_intervals(update_interval, select_interval)
 
     def teardown(self) -> None:
         """Ends the background process and makes the module an ordinary one again, also after an exception."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from lightning_zenflow.stats import StepStats
 from lightning_zenflow.strategy import ZenFlowStrategy
 
 _SMOOTHING_STEPS = 32
+
+_VERSIONED = ("lightning_zenflow", "torch", "lightning", "deepspeed")
+"""Packages whose version is recorded. Asked themselves: in an archive (`python app.pyz`) they may not be installed."""
 
 
 class StallMonitor(Callback):
@@ -126,7 +129,7 @@ class StallMonitor(Callback):
             select_interval=select_interval,
             stall_budget=strategy.zenflow.stall_budget,
             settings=asdict(strategy.zenflow),
-            versions={name: version(name) for name in ("lightning-zenflow", "torch", "lightning", "deepspeed")},
+            versions={name.replace("_", "-"): import_module(name).__version__ for name in _VERSIONED},
             stage=strategy.run_facts.stage,
             shard_numel=strategy.run_facts.shard_numel,
         )
