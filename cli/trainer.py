@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zenflow import AutoTuner, StallMonitor, ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow import AutoTuner, StallMonitor, ZenFlowConfig, ZenFlowStrategy, internals
 
 from .messages import in_our_words
 
@@ -43,6 +43,7 @@ class ZenFlowCLI(LightningCLI):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        internals.check("lightning", "jsonargparse", command_line=True)  # not DeepSpeed, which --help does without
         kwargs.setdefault("parser_class", ZenFlowArgumentParser)
         super().__init__(*args, **kwargs)
 
@@ -82,7 +83,7 @@ class ZenFlowCLI(LightningCLI):
         """Calls `function`; a setting that it refuses ends the program with that one message instead of a traceback."""
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError, NotImplementedError, MisconfigurationException) as error:
+        except (TypeError, ValueError, NotImplementedError, ImportError, MisconfigurationException) as error:
             self._parser(self.config.get("subcommand")).error(str(error), error)
 
 

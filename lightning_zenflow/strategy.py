@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from lightning_zenflow import arguments, ds_config
+from lightning_zenflow import arguments, ds_config, internals
 from lightning_zenflow.checkpointing import CheckpointingStrategy
 from lightning_zenflow.config import ZenFlowConfig, check_interval
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
@@ -58,6 +58,7 @@ class ZenFlowStrategy(CheckpointingStrategy):
     Raises:
         ValueError: A setting is out of range, or two contradict each other; the message names them.
         NotImplementedError: A setting is known but not supported yet.
+        ImportError: DeepSpeed, Lightning or PyTorch has a version that is not supported.
     """
 
     strategy_name = "zenflow"
@@ -68,6 +69,7 @@ class ZenFlowStrategy(CheckpointingStrategy):
         stage: int | None = None,
         **kwargs: Any,
     ) -> None:
+        internals.check()
         given = zenflow if isinstance(zenflow, ZenFlowConfig) else ZenFlowConfig.from_mapping(zenflow)
         changed = arguments.without_defaults(kwargs)
         arguments.refuse(stage, changed)
