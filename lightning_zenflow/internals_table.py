@@ -195,6 +195,14 @@ DEEPSPEED = (
             "UNIVERSAL_CHECKPOINT_VERSION_VALUE",
         ),
     ),
+    # The config
+    Internal("deepspeed.runtime.config.DeepSpeedConfig", "try a config out", ("config",)),
+    Internal("deepspeed.runtime.config_utils.DeepSpeedConfigModel", "name the closest key"),
+    Internal("deepspeed.runtime.precision_config.DeepSpeedFP16Config", "refuse true for a number"),
+    Internal(f"{_ZERO}.config.DeepSpeedZeroConfig", "refuse true for a number"),
+    Internal(
+        "deepspeed.runtime.lr_schedules", "name the schedules that there are", attributes=("VALID_LR_SCHEDULES",)
+    ),
     Internal("deepspeed.checkpoint.universal_checkpoint.SubparamShape", "read DeepSpeed's checkpoints"),
     Internal("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "read DeepSpeed's checkpoints"),
     Internal("deepspeed.runtime.fp16.loss_scaler.LossScaler", "read DeepSpeed's checkpoints"),
@@ -229,6 +237,7 @@ LIGHTNING = (
     Internal(f"{_STRATEGY}._create_default_config", "know what a config replaces"),
     Internal(f"{_STRATEGY}._format_config", "complete the config"),
     Internal(f"{_STRATEGY}._auto_select_batch_size", "complete the config"),
+    Internal("lightning.pytorch.loops.fit_loop._FitLoop", "know the batch size", attributes=("_data_source",)),
     Internal(f"{_STRATEGY}._init_deepspeed_distributed", "start the process group"),
     Internal(f"{_STRATEGY}._configure_launcher", "run in a notebook"),
     Internal(f"{_STRATEGY}._init_optimizers", "take the module's optimizer"),

@@ -24,6 +24,9 @@ from torch.optim.optimizer import Optimizer
 from lightning_zenflow import arguments, ds_config, internals
 from lightning_zenflow.checkpointing import CheckpointingStrategy
 from lightning_zenflow.config import ZenFlowConfig, check_interval
+from lightning_zenflow.ds_blocks import optimizer_settings
+from lightning_zenflow.ds_file import read_config
+from lightning_zenflow.ds_values import refuse_values
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_precision
@@ -52,11 +55,16 @@ class ZenFlowStrategy(CheckpointingStrategy):
     Args:
         zenflow: Settings of the algorithm; a mapping with the same keys is fine too.
         stage: ZeRO stage, 1, 2 or 3. `None` is 2, or the stage of `config`.
-        **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict, a path, or the environment variable
-            `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside `"zero_optimization"`.
+        **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict or a path; without it, the path in the
+            environment variable `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside
+            `"zero_optimization"`. What it says must agree with the Trainer; `"auto"` leaves it to the Trainer. Its
+            `"optimizer"` block stands for the module's `configure_optimizers`, which is not asked then. Offloading the
+            optimizer is a matter of course: of `"offload_optimizer"` nothing but `"device": "cpu"` has a use. Keys that
+            begin with `_` are comments.
 
     Raises:
-        ValueError: A setting is out of range, or two contradict each other; the message names them.
+        TypeError: A setting has the wrong type; the message names it.
+        ValueError: A setting is out of range, unknown, or two contradict each other; the message names them.
         NotImplementedError: A setting is known but not supported yet.
         ImportError: DeepSpeed, Lightning or PyTorch has a version that is not supported.
     """
@@ -82,6 +90,10 @@ class ZenFlowStrategy(CheckpointingStrategy):
         self._merge_stage(stage)
         self.zenflow = arguments.merge_zenflow(given, self._zenflow_block)
         arguments.refuse_without_stage_3(changed, self.config)
+        ds_config.refuse(self.config)
+        if "optimizer" in self.config:
+            optimizer_settings(self.config["optimizer"])
+        refuse_values(self.config)
         ds_config.complete(self.config)
         self._settle_first = _SettleFirst()
         self._auto_tuner: AutoTuner | None = None
@@ -98,10 +110,10 @@ class ZenFlowStrategy(CheckpointingStrategy):
 
     def _load_config(self, config: Any) -> dict[str, Any] | None:
         """The DeepSpeed config as a copy of its own, without the `"zenflow"` block, which is kept aside."""
-        loaded = super()._load_config(config)
-        if loaded is None:
+        given = read_config(config, self.DEEPSPEED_ENV_VAR)
+        if given is None:
             return None
-        loaded, self._zenflow_block = ds_config.take_zenflow_block(loaded)
+        loaded, self._zenflow_block = ds_config.take_zenflow_block(given)
         ds_config.drop_auto(loaded)
         return loaded
 
@@ -117,12 +129,22 @@ class ZenFlowStrategy(CheckpointingStrategy):
         assert isinstance(self.config, dict) and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         ds_config.check_against_trainer(self.config, self.precision_plugin.precision, trainer.gradient_clip_val)
+        ds_config.settle_precision(self.config, self.precision_plugin.precision)
         # The Trainer's own limit comes with each step, through `ZenFlowPrecision`.
         self.config.setdefault("gradient_clipping", 0.0)
         batch_size = self.config.pop("train_batch_size", None)
+        accumulation_steps = self.config.pop("gradient_accumulation_steps", None)
+        says_batch_size = self._has_own_config and "train_micro_batch_size_per_gpu" in self.config
         super()._format_config()
         if trainer.state.fn == TrainerFn.FITTING:
-            ds_config.check_batch_size(self.config, batch_size, trainer.accumulate_grad_batches, self.world_size)
+            ds_config.check_batch_size(
+                self.config,
+                trainer.accumulate_grad_batches,
+                self.world_size,
+                train_batch_size=batch_size,
+                accumulation_steps=accumulation_steps,
+                loader_batch_size=self._loader_batch_size() if says_batch_size else None,
+            )
         if trainer.accumulate_grad_batches > 1 and self.config["zero_optimization"]["stage"] == 1:
             # ZeRO-1 lets autograd sum micro-batches, in the model's dtype if not told otherwise.
             self.config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
@@ -134,10 +156,15 @@ class ZenFlowStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return 1
-        try:
-            return super()._auto_select_batch_size()
-        except AttributeError:  # a batch sampler does not have to know its batch size, which only logs show
-            return 1
+        return self._loader_batch_size() or 1
+
+    def _loader_batch_size(self) -> int | None:
+        """Of the training data, if it is known: neither a loader nor a batch sampler has to have one."""
+        assert self.lightning_module is not None
+        source = self.lightning_module.trainer.fit_loop._data_source
+        sampler = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
+        size = getattr(sampler, "batch_size", None)
+        return size if isinstance(size, int) else None
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -223,6 +250,12 @@ class ZenFlowStrategy(CheckpointingStrategy):
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
+        assert isinstance(self.config, dict)
+        if scheduler is not None and "scheduler" in self.config:
+            raise ValueError(
+                f"`scheduler` must be left out of the DeepSpeed config beside one of `configure_optimizers`, got"
+                f" {self.config['scheduler'].get('type')!r} and {type(scheduler.scheduler).__name__}. Remove one of them."
+            )
         if isinstance(optimizer, _MockOptimizer):
             raise ValueError(
                 "`configure_optimizers` must return an optimizer with ZenFlow, got None. Return a torch.optim.AdamW."
@@ -253,7 +286,7 @@ class ZenFlowStrategy(CheckpointingStrategy):
         assert isinstance(self.config, dict)
         refuse_unsupported(model)
         if optimizer is None:
-            settings = ds_config.optimizer_settings(self.config["optimizer"])
+            settings = optimizer_settings(self.config["optimizer"])
             optimizer = ZenFlowAdamW([param for param in model.parameters() if param.requires_grad], **settings)
         converted = ZenFlowAdamW.from_optimizer(optimizer)
         self._guard = ModuleGuard(model)
