@@ -19,7 +19,8 @@ _SECTION = re.compile(r"Unable to load config [\"'](.*?)[\"']", re.DOTALL)
 
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (AutoTuner, StallMonitor, ZenFlowStrategy)}
 _OF_CLASS = re.compile(
-    rf"Problem with given class_path 'lightning_zenflow\.(?:\w+\.)*({'|'.join(_CLASSES)})':(.*?)(?:- Problem with|\Z)", re.DOTALL
+    rf"Problem with given class_path 'lightning_zenflow\.(?:\w+\.)*({'|'.join(_CLASSES)})':(.*?)(?:- Problem with|\Z)",
+    re.DOTALL,
 )
 _NOT_ACCEPTED = re.compile(r"(?:Option|Key|Group) '([\w.]+)' is not (?:accepted|expected)")
 _EXPECTED = re.compile(r"Parser key \"(?:init_args\.)?(\w+)\":\s+(.*)", re.DOTALL)

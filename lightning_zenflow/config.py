@@ -25,6 +25,9 @@ MAX_SELECT_INTERVAL_STEPS = 10**9
 
 MAX_WARM_UP_STEPS = 10**9
 
+MAX_CORES = 1 << 16
+"""Linux numbers far fewer."""
+
 
 def check_interval(name: str, value: Any, rule: str = "a whole number") -> None:
     """Refuses what is no interval in steps.
@@ -180,10 +183,13 @@ class ZenFlowConfig:
         cores = self.worker_cores
         if cores is None:
             return
-        rule, remedy = "a list of different core numbers, 0 or more", "For example [0, 1]; leave it out to have them chosen."
+        rule, remedy = (
+            "a list of different core numbers, 0 or more",
+            "For example [0, 1]; leave it out to have them chosen.",
+        )
         whole = isinstance(cores, (list, tuple)) and all(type(core) is int for core in cores)
         self._require("worker_cores", whole, rule, TypeError, remedy)
-        holds = len(cores) > 0 and min(cores) >= 0 and len(set(cores)) == len(cores)
+        holds = len(cores) > 0 and 0 <= min(cores) <= max(cores) < MAX_CORES and len(set(cores)) == len(cores)
         self._require("worker_cores", holds, rule, remedy=remedy)
 
     def _check_contradictions(self) -> None:
@@ -206,7 +212,9 @@ class ZenFlowConfig:
             ValueError: A key is unknown (the message names it and the closest known one), or a field is refused.
         """
         if not isinstance(settings, Mapping):
-            raise TypeError(f"`zenflow` must be a mapping of settings, got {shown(settings)}. Write `zenflow: {{...}}`.")
+            raise TypeError(
+                f"`zenflow` must be a mapping of settings, got {shown(settings)}. Write `zenflow: {{...}}`."
+            )
         known = [field.name for field in fields(cls)]
         for key in settings:
             if key == "steps_per_epoch":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,9 @@ def _number(name: str, value: Any) -> float:
 
 
 def _betas(value: Any) -> tuple[float, float]:
-    message = f"`optimizer.params.betas` must be two numbers from 0 to below 1, got {shown(value)}. 0.9 and 0.999 are usual."
+    message = (
+        f"`optimizer.params.betas` must be two numbers from 0 to below 1, got {shown(value)}. 0.9 and 0.999 are usual."
+    )
     if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(map(_is_number, value)):
         raise TypeError(message)
     if not all(0 <= beta < 1 for beta in value):
@@ -84,7 +87,9 @@ def refuse_scheduler(block: Mapping[str, Any]) -> None:
     if not inspect.isclass(made) or not hasattr(made, "step"):
         raise ValueError(f"`scheduler.type` must be one of {', '.join(known)}, got {shown(kind)}. Change it.")
     if "params" not in block:
-        raise ValueError(f"`scheduler.params` must be there beside its type {kind!r}, got none. Write {{}} for its defaults.")
+        raise ValueError(
+            f"`scheduler.params` must be there beside its type {kind!r}, got none. Write {{}} for its defaults."
+        )
     takes = list(inspect.signature(made).parameters.values())[1:]  # the first is the optimizer
     names = [parameter.name for parameter in takes]
     for name in params:
@@ -93,3 +98,31 @@ def refuse_scheduler(block: Mapping[str, Any]) -> None:
     for parameter in takes:
         if parameter.default is parameter.empty and parameter.name not in params:
             raise ValueError(f"`scheduler.params.{parameter.name}` must be there for {kind}, got none. Write a value.")
+    _try(made, kind, params)
+
+
+def _try(made: Any, kind: str, params: Mapping[str, Any]) -> None:
+    """Makes a scheduler for an optimizer that nobody uses, and takes a step.
+
+    Raises:
+        ValueError: It cannot be made, or its rate is none.
+    """
+    import torch
+
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scheduler = made(optimizer, **params)
+            takes_metrics = "metrics" in inspect.signature(scheduler.step).parameters
+            for _ in range(2):
+                optimizer.step()
+                scheduler.step(*([0.0] if takes_metrics else []))
+        rate = float(optimizer.param_groups[0]["lr"])
+        reason = None if math.isfinite(rate) else f"its rate would be {rate}"
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    if reason:
+        raise ValueError(
+            f"`scheduler.params` must be what {kind} takes, got {shown(dict(params))}: {reason}. Change it."
+        )

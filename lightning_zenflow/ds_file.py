@@ -51,7 +51,7 @@ def _read(name: str, source: str) -> Mapping[str, Any]:
             refuse("which is no file")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"which cannot be read: {error}")
+        refuse(f"which cannot be read: {getattr(error, 'strerror', None) or error}")
     if not text.strip():
         refuse("which is empty")
     try:

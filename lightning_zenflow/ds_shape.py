@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ def own_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy in plain dicts, lists and numbers, so that the caller's stays as it is.
 
     Raises:
-        TypeError: A key is no string.
+        TypeError: A key is no string, or a value none of JSON's.
         ValueError: It holds itself.
     """
     try:
@@ -51,7 +52,14 @@ def _plain(value: Any, place: str) -> Any:
         return {name: _plain(part, f"{place}.{name}") for name, part in _items(value, place)}
     if isinstance(value, (list, tuple)):
         return [_plain(part, place) for part in value]
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise TypeError(
+            f"`{place}` must be something that JSON can say, got {shown(value)}. Write a string, or a number."
+        )
+    return value
 
 
 # -- types -------------------------------------------------------------------------------------------------------------
@@ -67,12 +75,20 @@ def _is_count(value: Any) -> bool:
 
 _COUNT = ("a whole number of at least 1", _is_count)
 _FLAG = ("true or false", lambda value: isinstance(value, bool))
+_DTYPE = ("fp32, bf16, fp16 or null", lambda value: value is None or (isinstance(value, str) and value in _DTYPES))
+_DTYPES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16", "float", "half")
 _RULES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
-    **{(name,): _COUNT for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")},
+    **{
+        (name,): _COUNT
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    },
     ("gradient_clipping",): ("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf),
     ("gradient_predivide_factor",): ("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf),
     # `inf` is how others say never.
-    ("steps_per_print",): ("a number of at least 1, or null", lambda value: value is None or (_is_number(value) and value >= 1)),
+    ("steps_per_print",): (
+        "a number of at least 1, or null",
+        lambda value: value is None or (_is_number(value) and value >= 1),
+    ),
     **{
         (name,): _FLAG
         for name in (
@@ -88,6 +104,9 @@ _RULES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
             "synchronize_checkpoint_boundary",
         )
     },
+    **{("flops_profiler", name): _COUNT for name in ("profile_step", "top_modules")},
+    **{("flops_profiler", name): _FLAG for name in ("enabled", "detailed")},
+    **{("data_types", name): _DTYPE for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype")},
     ("fp16", "enabled"): _FLAG,
     ("bf16", "enabled"): _FLAG,
 }

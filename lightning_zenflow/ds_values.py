@@ -101,7 +101,9 @@ def _refuse(error: Exception, config: Mapping[str, Any]) -> NoReturn:
     if not callable(problems):
         name, value = block or "config", shown(config[block]) if block else "this one"
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise ValueError(f"`{name}` must be what DeepSpeed takes, got {value}: {reason}. Change or remove it.") from error
+        raise ValueError(
+            f"`{name}` must be what DeepSpeed takes, got {value}: {reason}. Change or remove it."
+        ) from error
     first, model = problems()[0], str(getattr(error, "title", ""))
     names = [str(part) for part in first["loc"]]
     place = [*([block] if block else []), *names]
@@ -148,4 +150,6 @@ def _refuse_numbers(config: Mapping[str, Any]) -> None:
             for known in (name, field.alias):
                 value = config.get(block, {}).get(known)
                 if isinstance(value, bool) and field.annotation in (int, float):
-                    raise TypeError(f"`{block}.{known}` must be a number, got {value}. Write the number, or remove the key.")
+                    raise TypeError(
+                        f"`{block}.{known}` must be a number, got {value}. Write the number, or remove the key."
+                    )

@@ -200,9 +200,7 @@ DEEPSPEED = (
     Internal("deepspeed.runtime.config_utils.DeepSpeedConfigModel", "name the closest key"),
     Internal("deepspeed.runtime.precision_config.DeepSpeedFP16Config", "refuse true for a number"),
     Internal(f"{_ZERO}.config.DeepSpeedZeroConfig", "refuse true for a number"),
-    Internal(
-        "deepspeed.runtime.lr_schedules", "name the schedules that there are", attributes=("VALID_LR_SCHEDULES",)
-    ),
+    Internal("deepspeed.runtime.lr_schedules", "name the schedules that there are", attributes=("VALID_LR_SCHEDULES",)),
     Internal("deepspeed.checkpoint.universal_checkpoint.SubparamShape", "read DeepSpeed's checkpoints"),
     Internal("deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "read DeepSpeed's checkpoints"),
     Internal("deepspeed.runtime.fp16.loss_scaler.LossScaler", "read DeepSpeed's checkpoints"),

@@ -33,7 +33,15 @@ PUBLIC_MODULES = {
 """Modules of `lightning.pytorch` whose names are documented, unless they begin with an underscore."""
 
 OWN_WORDS = {
-    *("_abc_impl", "_exit", "_extra_state", "_interval", "_2"),  # of Python, of stored states, parts of names
+    *(
+        "_abc_impl",
+        "_exit",
+        "_extra_state",
+        "_interval",
+        "_2",
+        "_parsing",
+        "_type",
+    ),  # of Python, of stored states, parts of names
     *("ds_autoep_layers", "ds_config", "ds_version", "ds_zenflow"),  # keys of checkpoints; a name of ours
 }
 """What looks like an internal and is none."""
@@ -136,7 +144,7 @@ def _without_members(dotted: str) -> str:
     module = _module_of(dotted)
     first, _, rest = dotted.removeprefix(module).removeprefix(".").partition(".")
     is_member = bool(rest) and isinstance(getattr(sys.modules[module], first, None), type)
-    return dotted if is_member or not first else f"{module}.{first}"
+    return dotted if not first or (is_member and not rest.startswith("__")) else f"{module}.{first}"
 
 
 def _chain(node: ast.expr) -> list[str]:
