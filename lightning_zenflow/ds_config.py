@@ -135,9 +135,8 @@ def check_batch_size(
     *,
     train_batch_size: int | None = None,
     accumulation_steps: int | None = None,
-    loader_batch_size: int | None = None,
 ) -> None:
-    """Compares DeepSpeed's batch sizes with those that data loader, Trainer and ranks make.
+    """Compares DeepSpeed's batch sizes with those that its batch of one rank, Trainer and ranks make.
 
     Args:
         config: With `train_micro_batch_size_per_gpu`.
@@ -145,7 +144,6 @@ def check_batch_size(
         ranks: Number of them.
         train_batch_size: As it was in the config.
         accumulation_steps: `gradient_accumulation_steps` as it was in the config.
-        loader_batch_size: What the data loader says, if that is known and the config says something as well.
 
     Raises:
         ValueError: They differ.
@@ -156,11 +154,6 @@ def check_batch_size(
             f"`accumulate_grad_batches` must agree with the DeepSpeed config, got {accumulate} and"
             f" `gradient_accumulation_steps`={accumulation_steps}. Set Trainer(accumulate_grad_batches={accumulation_steps}),"
             " or remove the key."
-        )
-    if loader_batch_size not in (None, micro):
-        raise ValueError(
-            f"`train_micro_batch_size_per_gpu` must be {loader_batch_size}, the batch size of the data loader, got {micro}."
-            " Remove the key, or change the data loader."
         )
     total = micro * accumulate * ranks
     if train_batch_size not in (None, total):

@@ -235,7 +235,6 @@ LIGHTNING = (
     Internal(f"{_STRATEGY}._create_default_config", "know what a config replaces"),
     Internal(f"{_STRATEGY}._format_config", "complete the config"),
     Internal(f"{_STRATEGY}._auto_select_batch_size", "complete the config"),
-    Internal("lightning.pytorch.loops.fit_loop._FitLoop", "know the batch size", attributes=("_data_source",)),
     Internal(f"{_STRATEGY}._init_deepspeed_distributed", "start the process group"),
     Internal(f"{_STRATEGY}._configure_launcher", "run in a notebook"),
     Internal(f"{_STRATEGY}._init_optimizers", "take the module's optimizer"),

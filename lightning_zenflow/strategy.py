@@ -57,7 +57,8 @@ class ZenFlowStrategy(CheckpointingStrategy):
         stage: ZeRO stage, 1, 2 or 3. `None` is 2, or the stage of `config`.
         **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict or a path; without it, the path in the
             environment variable `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside
-            `"zero_optimization"`. What it says must agree with the Trainer; `"auto"` leaves it to the Trainer. Its
+            `"zero_optimization"`. What it says must agree with the Trainer; `"auto"` leaves it to the Trainer. Only logs show
+            its `"train_micro_batch_size_per_gpu"`. Its
             `"optimizer"` block stands for the module's `configure_optimizers`, which is not asked then. Offloading the
             optimizer is a matter of course: of `"offload_optimizer"` nothing but `"device": "cpu"` has a use. Keys that
             begin with `_` are comments.
@@ -134,7 +135,6 @@ class ZenFlowStrategy(CheckpointingStrategy):
         self.config.setdefault("gradient_clipping", 0.0)
         batch_size = self.config.pop("train_batch_size", None)
         accumulation_steps = self.config.pop("gradient_accumulation_steps", None)
-        says_batch_size = self._has_own_config and "train_micro_batch_size_per_gpu" in self.config
         super()._format_config()
         if trainer.state.fn == TrainerFn.FITTING:
             ds_config.check_batch_size(
@@ -143,7 +143,6 @@ class ZenFlowStrategy(CheckpointingStrategy):
                 self.world_size,
                 train_batch_size=batch_size,
                 accumulation_steps=accumulation_steps,
-                loader_batch_size=self._loader_batch_size() if says_batch_size else None,
             )
         if trainer.accumulate_grad_batches > 1 and self.config["zero_optimization"]["stage"] == 1:
             # ZeRO-1 lets autograd sum micro-batches, in the model's dtype if not told otherwise.
@@ -156,15 +155,10 @@ class ZenFlowStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return 1
-        return self._loader_batch_size() or 1
-
-    def _loader_batch_size(self) -> int | None:
-        """Of the training data, if it is known: neither a loader nor a batch sampler has to have one."""
-        assert self.lightning_module is not None
-        source = self.lightning_module.trainer.fit_loop._data_source
-        sampler = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
-        size = getattr(sampler, "batch_size", None)
-        return size if isinstance(size, int) else None
+        try:
+            return super()._auto_select_batch_size()
+        except AttributeError:  # a batch sampler does not have to know its batch size, which only logs show
+            return 1
 
     # -- the run ----------------------------------------------------------------------------------------------------
 

@@ -211,7 +211,7 @@ def test_config_and_trainer_that_agree_are_fine(config: dict[str, Any], precisio
 def test_the_global_batch_size_must_be_what_loader_trainer_and_ranks_make() -> None:
     config = {"train_micro_batch_size_per_gpu": 4}
     ds_config.check_batch_size(config, 2, 3)
-    ds_config.check_batch_size(config, 2, 3, train_batch_size=24, accumulation_steps=2, loader_batch_size=4)
+    ds_config.check_batch_size(config, 2, 3, train_batch_size=24, accumulation_steps=2)
     message = r"`train_batch_size` must be 24 \(batch of 4, accumulated 2 times, on 3 ranks\), got 32"
     with pytest.raises(ValueError, match=message):
         ds_config.check_batch_size(config, 2, 3, train_batch_size=32)
@@ -220,9 +220,6 @@ def test_the_global_batch_size_must_be_what_loader_trainer_and_ranks_make() -> N
     )
     with pytest.raises(ValueError, match=message):
         ds_config.check_batch_size(config, 2, 3, accumulation_steps=4)
-    message = r"`train_micro_batch_size_per_gpu` must be 8, the batch size of the data loader, got 4"
-    with pytest.raises(ValueError, match=message):
-        ds_config.check_batch_size(config, 2, 3, loader_batch_size=8)
 
 
 @pytest.mark.parametrize(
