@@ -14,6 +14,8 @@ from lightning_zenflow.arguments import known_arguments
 _NESTED = r"NestedArg\(key='zenflow\.(\w+)', val='(.*)'\)"
 _NESTED_UNDER_NAME = re.compile(rf"import path string: (zenflow\w*)\b.*{_NESTED}", re.DOTALL)
 _SETTING = re.compile(r"\bzenflow\.(\w+)")
+_UNKNOWN_SETTING = re.compile(r"(?:Group|Key|Option) '(?:[\w.]*\.)?zenflow' does not accept option '(.*?)'", re.DOTALL)
+_OF_SETTING = re.compile(r'Parser key "(?:[\w.]*\.)?zenflow\.(\w+)"(?: argument)?:\s+(.*)', re.DOTALL)
 _VALUE = re.compile(rf"(?:Got|Given) value: (?:{_NESTED}|(.*))")
 _SECTION = re.compile(r"Unable to load config [\"'](.*?)[\"']", re.DOTALL)
 
@@ -42,21 +44,36 @@ def in_our_words(message: str) -> str:
 
 def _about_setting(message: str) -> str | None:
     """A field of `ZenFlowConfig`."""
+    unknown = _UNKNOWN_SETTING.search(message)
+    if unknown:
+        return _refused({unknown[1].partition(".")[0]: None})
     setting, given = _SETTING.search(message), _VALUE.search(message)
     if setting and (given or setting[1] not in {field.name for field in fields(ZenFlowConfig)}):
-        try:
-            ZenFlowConfig.from_mapping({setting[1]: given and (given[2] or given[3])})
-        except (TypeError, ValueError, NotImplementedError) as error:
-            return str(error)
+        refused = _refused({setting[1]: given and (given[2] or given[3])})
+        if refused:
+            return refused
+    unread = _OF_SETTING.search(message)  # not even a value, such as a number of too many digits
+    if unread:
+        return f"`{unread[1]}` must be a value that can be read: {' '.join(unread[2].split())}. Change it."
+    return None
+
+
+def _refused(settings: dict[str, Any]) -> str | None:
+    """What `ZenFlowConfig` says of settings that it does not take."""
+    try:
+        ZenFlowConfig.from_mapping(settings)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return str(error)
     return None
 
 
 def _about_section(message: str) -> str | None:
     """The section `zenflow` as a whole."""
     given = _SECTION.search(message) or _GIVEN.search(message)
-    if not message.startswith('Parser key "zenflow":') or not given:
+    if not message.startswith('Parser key "zenflow":'):
         return None
-    return f"`zenflow` must be a mapping of settings, got {given[1]!r}. Write `zenflow: {{...}}`."
+    what = f", got {given[1]!r}" if given else f": {' '.join(message.split()[3:]).rstrip('.')}"
+    return f"`zenflow` must be a mapping of settings{what}. Write `zenflow: {{...}}`."
 
 
 def _about_class(message: str) -> str | None:

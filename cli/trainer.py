@@ -94,10 +94,10 @@ def _give_settings_to_strategy(config: Namespace) -> None:
         TypeError: A setting has the wrong type.
         ValueError: A setting is out of range, or the section would be ignored or contradicted.
     """
-    section, default = ZenFlowConfig.from_mapping(config.zenflow.as_dict()), ZenFlowConfig()
+    section, default = _settings(config.zenflow), ZenFlowConfig()
     strategy = config.trainer.strategy
     if isinstance(strategy, Namespace) and issubclass(_import_class(strategy.class_path), ZenFlowStrategy):
-        own = ZenFlowConfig.from_mapping(strategy.init_args.zenflow.as_dict())
+        own = _settings(strategy.init_args.zenflow)
         # A config saved by an earlier run holds the same settings in both places.
         if default != own != section != default:
             raise ValueError(
@@ -117,6 +117,11 @@ def _give_settings_to_strategy(config: Namespace) -> None:
                 f"`trainer.strategy` must be one of {', '.join(names)} beside the section `zenflow` with"
                 f" {_changed(section)}, got {name!r}. Give `--trainer.strategy zenflow`, or remove the section."
             )
+
+
+def _settings(section: Any) -> ZenFlowConfig:
+    """A section `zenflow` as it was parsed; YAML may have anything in its place."""
+    return ZenFlowConfig.from_mapping(section.as_dict() if isinstance(section, Namespace) else section)
 
 
 def _named_strategy(strategy: Any) -> tuple[type[ZenFlowStrategy], dict[str, Any]] | None:

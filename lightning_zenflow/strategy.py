@@ -29,7 +29,7 @@ from lightning_zenflow.ds_file import read_config
 from lightning_zenflow.ds_values import refuse_values
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.module_guard import ModuleGuard
-from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_precision
+from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_16_bits, refuse_precision
 from lightning_zenflow.refusals import refuse_callbacks, refuse_for_stage, refuse_unsupported
 from lightning_zenflow.stats import RunFacts, StepStats
 
@@ -166,6 +166,7 @@ class ZenFlowStrategy(CheckpointingStrategy):
         trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
         if trainer is not None:
             refuse_precision(self.precision_plugin)
+            refuse_16_bits(self.precision_plugin.precision)
             if trainer.state.fn == TrainerFn.FITTING:  # before the `setup` of callbacks, which may make whole models
                 refuse_callbacks(trainer, is_stage_3=self.zero_stage_3)
         super().setup_environment()

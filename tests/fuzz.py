@@ -44,7 +44,7 @@ def check_words(error: Exception) -> None:
     message, frame = str(error), traceback.extract_tb(error.__traceback__)[-1]
     raised_in = Path(frame.filename).resolve()
     assert raised_in.is_relative_to(REPO / "lightning_zenflow") or raised_in.is_relative_to(REPO / "cli"), frame
-    assert re.match(r"`[^`]+` (must|has no|has unknown)", message), message
+    assert re.match(r"`[^`]+`( or `[^`]+`)? (must|has no|has unknown)", message), message
     assert "\n" not in message and len(message) < 1200, message
     assert re.search(r"[.?] \S", message), f"no remedy: {message}"
 
