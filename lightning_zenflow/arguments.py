@@ -139,9 +139,10 @@ def known_arguments(kind: type) -> dict[str, Any]:
     """Arguments of a class and their types, those of the base class with them where it takes what it does not name."""
     found: dict[str, Any] = {}
     for base in kind.__mro__:
-        if "__init__" not in vars(base):
+        made = vars(base).get("__init__")
+        if made is None:
             continue
-        parameters = inspect.signature(base.__init__).parameters.values()
+        parameters = inspect.signature(made).parameters.values()
         named = [part for part in parameters if part.kind not in (part.VAR_KEYWORD, part.VAR_POSITIONAL)]
         found = {**{part.name: part.annotation for part in named if part.name != "self"}, **found}
         if not any(part.kind is part.VAR_KEYWORD for part in parameters):

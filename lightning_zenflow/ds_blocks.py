@@ -98,7 +98,7 @@ def refuse_scheduler(block: Mapping[str, Any]) -> None:
     for parameter in takes:
         if parameter.default is parameter.empty and parameter.name not in params:
             raise ValueError(f"`scheduler.params.{parameter.name}` must be there for {kind}, got none. Write a value.")
-    _try(made, kind, params)
+    _try(made, str(kind), params)
 
 
 def _try(made: Any, kind: str, params: Mapping[str, Any]) -> None:

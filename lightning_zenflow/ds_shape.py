@@ -75,8 +75,8 @@ def _is_count(value: Any) -> bool:
 
 _COUNT = ("a whole number of at least 1", _is_count)
 _FLAG = ("true or false", lambda value: isinstance(value, bool))
-_DTYPE = ("fp32, bf16, fp16 or null", lambda value: value is None or (isinstance(value, str) and value in _DTYPES))
 _DTYPES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16", "float", "half")
+_DTYPE = ("fp32, bf16, fp16 or null", lambda value: value is None or (isinstance(value, str) and value in _DTYPES))
 _RULES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
     **{
         (name,): _COUNT
@@ -119,8 +119,9 @@ def refuse_shape(config: Mapping[str, Any]) -> None:
         TypeError: A block is no mapping, or a value has the wrong type. The message names it.
         ValueError: A value is out of range. Likewise.
     """
-    for path in ((name,) for name in BLOCKS if name in config):
-        _refuse_block(config[path[0]], path)
+    for name in BLOCKS:
+        if name in config:
+            _refuse_block(config[name], (name,))
     for block, name in INNER_BLOCKS:
         value = config.get(block, {}).get(name)
         if value is not None:

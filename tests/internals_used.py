@@ -161,8 +161,8 @@ def _words(nodes: list[ast.AST]) -> Iterator[str]:
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "name", "")))
             yield name.rpartition(".")[2]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if all(map(str.isidentifier, node.value.split("."))):
-                yield from node.value.split(".")
+            parts = node.value.split(".")
+            yield from parts if all(map(str.isidentifier, parts)) else ()
 
 
 def _of_engines_and_parameters(nodes: list[ast.AST]) -> Iterator[str]:

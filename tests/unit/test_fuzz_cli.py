@@ -101,9 +101,9 @@ def parse(parser: Any, *args: str) -> Any:
             (line,) = shown
             check_line(line)
             return line
-        except (TypeError, ValueError, NotImplementedError) as error:  # what the program says in these words
-            check_line(str(error))
-            return str(error)
+        except (TypeError, ValueError, NotImplementedError) as refused:  # what the program says in these words
+            check_line(str(refused))
+            return str(refused)
     COUNTS["accepted"] += 1
     return made
 

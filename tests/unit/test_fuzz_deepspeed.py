@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def test_an_empty_variable_is_no_config_that_is_left_out(monkeypatch: pytest.Mon
 
 def test_a_file_without_a_name_that_files_can_have_is_refused() -> None:
     for name in ("\0", "x" * 5000):
-        error = answer(lambda name=name: ZenFlowStrategy(config=name))
+        error = answer(partial(ZenFlowStrategy, config=name))
         assert isinstance(error, ValueError), error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,9 +82,10 @@ def test_every_setting_answers_every_kind_of_value(name: str) -> None:
 def test_numbers_of_numpy_are_as_good_as_pythons(name: str) -> None:
     import numpy as np
 
+    make: Any = ZenFlowConfig
     for number in (np.float64(0.5), np.float32(0.5), np.int64(3), np.int32(1), np.bool_(True), np.bool_(False)):
-        ours = answer(lambda number=number: ZenFlowConfig(**{name: number}))
-        pythons = answer(lambda number=number: ZenFlowConfig(**{name: number.item()}))
+        ours = answer(partial(make, **{name: number}))
+        pythons = answer(partial(make, **{name: number.item()}))
         assert ours == pythons if isinstance(ours, ZenFlowConfig) else str(ours) == str(pythons)
 
 
