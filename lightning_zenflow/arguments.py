@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -62,7 +62,7 @@ def refuse(stage: int | None, kwargs: Mapping[str, Any]) -> None:
         message = f"`{name}` must be a number of at least 0, got {shown(value)}. Leave it out for Lightning's default."
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise TypeError(message)
-        if not 0 <= value < math.inf:
+        if not 0 <= value <= sys.float_info.max:
             raise ValueError(message)
     for name in ("load_full_weights", "exclude_frozen_parameters", "offload_optimizer", "offload_parameters"):
         if not isinstance(kwargs.get(name, False), bool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -54,7 +55,7 @@ def _number(name: str, value: Any) -> float:
     message = f"`optimizer.params.{name}` must be a number of at least 0, got {shown(value)}. Change it."
     if not _is_number(value):
         raise TypeError(message)
-    if not 0 <= value < math.inf:
+    if not 0 <= value <= sys.float_info.max:
         raise ValueError(message)
     return float(value)
 

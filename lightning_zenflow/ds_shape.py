@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,7 +70,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 1 and value == value // 1 and math.isfinite(value)
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return is_whole and not isinstance(value, bool) and 1 <= value <= sys.maxsize
 
 
 _COUNT = ("a whole number of at least 1", _is_count)
@@ -82,8 +83,14 @@ _RULES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
         (name,): _COUNT
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     },
-    ("gradient_clipping",): ("a number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf),
-    ("gradient_predivide_factor",): ("a number above 0", lambda value: _is_number(value) and 0 < value < math.inf),
+    ("gradient_clipping",): (
+        "a number of at least 0",
+        lambda value: _is_number(value) and 0 <= value <= sys.float_info.max,
+    ),
+    ("gradient_predivide_factor",): (
+        "a number above 0",
+        lambda value: _is_number(value) and 0 < value <= sys.float_info.max,
+    ),
     # `inf` is how others say never.
     ("steps_per_print",): (
         "a number of at least 1, or null",

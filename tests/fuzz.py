@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 SHORT = settings(deadline=None, derandomize=True, max_examples=60, database=None)
-LONG = settings(deadline=None, derandomize=True, max_examples=1500, database=None)
+LONG = settings(deadline=None, derandomize=True, max_examples=4000, database=None)
 
 COUNTS: Counter[str] = Counter()
 """Inputs of this process that were accepted, and that were refused in words."""

@@ -104,6 +104,9 @@ def test_the_good_one_is_good() -> None:
 @example(("scheduler", "type"), "Nope")
 @example(("scheduler", "type"), [])
 @example(("data_types", "grad_accum_dtype"), "fp99")
+@example(("train_batch_size",), 10**400)
+@example(("gradient_clipping",), 10**400)
+@example(("optimizer", "params", "lr"), 10**400)
 def test_any_value_in_any_place(place: Place, value: Any) -> None:
     check(changed(place, value))
 
