@@ -23,9 +23,8 @@ class _AnyAcceleratorStrategy(DeepSpeedStrategy):
 
         Raises:
             RuntimeError: The accelerator is MPS, or another one than DeepSpeed has chosen.
-            ValueError: It cannot do the precision.
         """
-        check_accelerator(self.accelerator, self.precision_plugin.precision)
+        check_accelerator(self.accelerator)
         # Past DeepSpeedStrategy, which would refuse everything but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
 

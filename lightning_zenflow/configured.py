@@ -9,6 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_zenflow import ds_config
 from lightning_zenflow.checkpointing import CheckpointingStrategy
+from lightning_zenflow.ds_file import read_config
 
 
 class ConfiguredStrategy(CheckpointingStrategy):
@@ -18,10 +19,10 @@ class ConfiguredStrategy(CheckpointingStrategy):
 
     def _load_config(self, config: Any) -> dict[str, Any] | None:
         """The DeepSpeed config as a copy of its own, without the `"zenflow"` block, which is kept aside."""
-        loaded = super()._load_config(config)
-        if loaded is None:
+        given = read_config(config, self.DEEPSPEED_ENV_VAR)
+        if given is None:
             return None
-        loaded, self._zenflow_block = ds_config.take_zenflow_block(loaded)
+        loaded, self._zenflow_block = ds_config.take_zenflow_block(given)
         ds_config.drop_auto(loaded)
         return loaded
 
@@ -37,12 +38,20 @@ class ConfiguredStrategy(CheckpointingStrategy):
         assert isinstance(self.config, dict) and self.lightning_module is not None
         trainer = self.lightning_module.trainer
         ds_config.check_against_trainer(self.config, self.precision_plugin.precision, trainer.gradient_clip_val)
+        ds_config.settle_precision(self.config, self.precision_plugin.precision)
         # The Trainer's own limit comes with each step, through `ZenFlowPrecision`.
         self.config.setdefault("gradient_clipping", 0.0)
         batch_size = self.config.pop("train_batch_size", None)
+        accumulation_steps = self.config.pop("gradient_accumulation_steps", None)
         super()._format_config()
         if trainer.state.fn == TrainerFn.FITTING:
-            ds_config.check_batch_size(self.config, batch_size, trainer.accumulate_grad_batches, self.world_size)
+            ds_config.check_batch_size(
+                self.config,
+                trainer.accumulate_grad_batches,
+                self.world_size,
+                train_batch_size=batch_size,
+                accumulation_steps=accumulation_steps,
+            )
         if trainer.accumulate_grad_batches > 1 and self.config["zero_optimization"]["stage"] == 1:
             # ZeRO-1 lets autograd sum micro-batches, in the model's dtype if not told otherwise.
             self.config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")

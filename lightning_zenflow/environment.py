@@ -13,12 +13,11 @@ from lightning_zenflow.core_shares import Share
 from lightning_zenflow.offload.affinity import worker_cores
 
 
-def check_accelerator(accelerator: Any, precision: Any) -> None:
-    """Compares Lightning's accelerator with DeepSpeed's, and asks whether it can do `Trainer(precision=...)`.
+def check_accelerator(accelerator: Any) -> None:
+    """Compares Lightning's accelerator with DeepSpeed's.
 
     Raises:
         RuntimeError: It is MPS, or another one than DeepSpeed has chosen.
-        ValueError: It computes nothing in fp16, as most CPUs.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -33,11 +32,6 @@ def check_accelerator(accelerator: Any, precision: Any) -> None:
         raise RuntimeError(
             f"`accelerator` must be the one that DeepSpeed uses, got {wanted!r} while DeepSpeed has chosen {name!r}. Set"
             f" the environment variable DS_ACCELERATOR={wanted} before the program starts."
-        )
-    if str(precision).startswith("16") and not get_accelerator().is_fp16_supported():
-        raise ValueError(
-            f"`precision` must be '32-true', 'bf16-mixed' or 'bf16-true' on this {name}, got {precision!r}, for which it has no"
-            " instructions. bf16 needs no loss scaling and works everywhere."
         )
 
 

@@ -19,13 +19,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from lightning_zenflow import arguments, ds_config
+from lightning_zenflow import arguments, ds_config, internals
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core_shares import share_of_cores
+from lightning_zenflow.ds_blocks import optimizer_settings
+from lightning_zenflow.ds_values import refuse_values
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
 from lightning_zenflow.intervals import IntervalsStrategy
 from lightning_zenflow.module_guard import ModuleGuard
-from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_precision
+from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_16_bits, refuse_precision
 from lightning_zenflow.refusals import refuse_callbacks, refuse_for_stage, refuse_unsupported
 from lightning_zenflow.stats import RunFacts, StepStats
 
@@ -51,12 +53,19 @@ class ZenFlowStrategy(IntervalsStrategy):
     Args:
         zenflow: Settings of the algorithm; a mapping with the same keys is fine too.
         stage: ZeRO stage, 1, 2 or 3. `None` is 2, or the stage of `config`.
-        **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict, a path, or the environment variable
-            `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside `"zero_optimization"`.
+        **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict or a path; without it, the path in the
+            environment variable `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside
+            `"zero_optimization"`. What it says must agree with the Trainer; `"auto"` leaves it to the Trainer. Only logs show
+            its `"train_micro_batch_size_per_gpu"`. Its
+            `"optimizer"` block stands for the module's `configure_optimizers`, which is not asked then. Offloading the
+            optimizer is a matter of course: of `"offload_optimizer"` nothing but `"device": "cpu"` has a use. Keys that
+            begin with `_` are comments.
 
     Raises:
-        ValueError: A setting is out of range, or two contradict each other; the message names them.
+        TypeError: A setting has the wrong type; the message names it.
+        ValueError: A setting is out of range, unknown, or two contradict each other; the message names them.
         NotImplementedError: A setting is known but not supported yet.
+        ImportError: DeepSpeed, Lightning or PyTorch has a version that is not supported.
     """
 
     strategy_name = "zenflow"
@@ -67,6 +76,7 @@ class ZenFlowStrategy(IntervalsStrategy):
         stage: int | None = None,
         **kwargs: Any,
     ) -> None:
+        internals.check()
         given = zenflow if isinstance(zenflow, ZenFlowConfig) else ZenFlowConfig.from_mapping(zenflow)
         changed = arguments.without_defaults(kwargs)
         arguments.refuse(stage, changed)
@@ -79,6 +89,10 @@ class ZenFlowStrategy(IntervalsStrategy):
         self._merge_stage(stage)
         self.zenflow = arguments.merge_zenflow(given, self._zenflow_block)
         arguments.refuse_without_stage_3(changed, self.config)
+        ds_config.refuse(self.config)
+        if "optimizer" in self.config:
+            optimizer_settings(self.config["optimizer"])
+        refuse_values(self.config)
         ds_config.complete(self.config)
         self._settle_first = _SettleFirst()
         self._auto_tuner: AutoTuner | None = None
@@ -97,6 +111,7 @@ class ZenFlowStrategy(IntervalsStrategy):
         trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
         if trainer is not None:
             refuse_precision(self.precision_plugin)
+            refuse_16_bits(self.precision_plugin.precision)
             if trainer.state.fn == TrainerFn.FITTING:  # before the `setup` of callbacks, which may make whole models
                 refuse_callbacks(trainer, is_stage_3=self.zero_stage_3)
         super().setup_environment()
@@ -159,6 +174,12 @@ class ZenFlowStrategy(IntervalsStrategy):
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
+        assert isinstance(self.config, dict)
+        if scheduler is not None and "scheduler" in self.config:
+            raise ValueError(
+                f"`scheduler` must be left out of the DeepSpeed config beside one of `configure_optimizers`, got"
+                f" {self.config['scheduler'].get('type')!r} and {type(scheduler.scheduler).__name__}. Remove one of them."
+            )
         if isinstance(optimizer, _MockOptimizer):
             raise ValueError(
                 "`configure_optimizers` must return an optimizer with ZenFlow, got None. Return a torch.optim.AdamW."
@@ -189,7 +210,7 @@ class ZenFlowStrategy(IntervalsStrategy):
         assert isinstance(self.config, dict)
         refuse_unsupported(model)
         if optimizer is None:
-            settings = ds_config.optimizer_settings(self.config["optimizer"])
+            settings = optimizer_settings(self.config["optimizer"])
             optimizer = ZenFlowAdamW([param for param in model.parameters() if param.requires_grad], **settings)
         converted = ZenFlowAdamW.from_optimizer(optimizer)
         self._guard = ModuleGuard(model)

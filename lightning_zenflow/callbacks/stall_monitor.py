@@ -15,6 +15,7 @@ from torchmetrics.aggregation import RunningMean
 from lightning_zenflow.callbacks.auto_tuner import AutoTuner
 from lightning_zenflow.callbacks.own_strategy import zenflow_strategy
 from lightning_zenflow.callbacks.record import FORMAT, Record
+from lightning_zenflow.shown import shown
 from lightning_zenflow.stats import StepStats
 from lightning_zenflow.strategy import ZenFlowStrategy
 
@@ -44,13 +45,16 @@ class StallMonitor(Callback):
     def __init__(
         self, *, record: bool | str | Path = False, record_every_n_steps: int = 1, progress_bar: bool = False
     ) -> None:
-        if not isinstance(record, (bool, str, Path)):
-            raise TypeError(f"`record` must be true, false or a path, got {record!r}. true is zenflow.jsonl.")
+        if not isinstance(record, (bool, str, Path)) or record == "":
+            error = TypeError if record != "" else ValueError
+            raise error(f"`record` must be true, false or a path, got {shown(record)}. true is zenflow.jsonl.")
+        if not isinstance(progress_bar, bool):
+            raise TypeError(f"`progress_bar` must be true or false, got {shown(progress_bar)}. true shows the stall.")
         if type(record_every_n_steps) is not int or record_every_n_steps < 1:
             error = TypeError if type(record_every_n_steps) is not int else ValueError
             raise error(
-                f"`record_every_n_steps` must be a whole number of at least 1, got {record_every_n_steps!r}. 1 records every"
-                " step."
+                f"`record_every_n_steps` must be a whole number of at least 1, got {shown(record_every_n_steps)}. 1 records"
+                " every step."
             )
         self._path = Path("zenflow.jsonl") if record is True else Path(record) if record else None
         self._every_n_steps = record_every_n_steps
