@@ -322,8 +322,9 @@ class ShardOptimizer:
         return settled
 
     def retire(self) -> None:
-        """Ends the background process; the host's masters and moments, complete, stay until `close`."""
+        """Ends the background process; the host's masters and moments, complete, stay until `close`, and no other state."""
         self.complete_host_state()
+        self.selected.give_back(keep_moments=self.host.arena.layout.moments_dtype != torch.float32)
         self.host.retire()
 
     def finish_step(self, *, applied: bool) -> None:
@@ -366,6 +367,7 @@ class ShardOptimizer:
         """Ends the background process and gives its memory back. Safe to call again; nothing else may be called then."""
         for name in ("inbox", "_host_state"):  # their views would keep the memory mapped
             self.__dict__.pop(name, None)
+        self.selected.give_back(keep_moments=False)
         self.host.close()
 
 
