@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ class Copies:
         foreign_hooks = _hook_keys(module) - set(own_hooks)
         self._give(engine, _REDUCE, lambda protocol: (_same, (module,)))
         self._give(module, _REDUCE, lambda protocol: _reduced_module(module, protocol, foreign_hooks))
+        for name, part in module.named_modules():
+            if any(hasattr(param, "ds_id") for param in part.parameters()):
+                self._give(part, _REDUCE, partial(_refuse_module, name or "the module"))
         names = {param: name for name, param in module.named_parameters()}
         for param, own in own_attributes:
             name, foreign = names.get(param, "a parameter"), vars(param).keys() - own
@@ -77,6 +81,18 @@ def _reduced_module(module: nn.Module, protocol: Any, foreign_hooks: set[int]) -
                 hooks = ((key, hook) for key, hook in state[name].items() if key not in foreign_hooks)
                 state[name] = OrderedDict(hooks)
     return made, arguments, state, *rest
+
+
+def _refuse_module(name: str, protocol: Any) -> tuple[Any, ...]:
+    """Raises: each part of a module that ZeRO-3 has cut has hooks of DeepSpeed's, and weights elsewhere.
+
+    Raises:
+        RuntimeError: It names the part.
+    """
+    raise RuntimeError(
+        f"`{name}` must have all of its weights to be copied or pickled, got a module that ZeRO-3 has cut over the ranks. Use"
+        " `trainer.save_checkpoint`, or copy its parameters within `deepspeed.zero.GatheredParameters`."
+    )
 
 
 def _parameter_reducer(param: Any, name: str, foreign: Iterable[str]) -> Callable[[Any], tuple[Any, ...]]:

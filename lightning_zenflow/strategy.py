@@ -474,7 +474,7 @@ class ZenFlowStrategy(CheckpointingStrategy):
     def _with_gradient(self, name: str) -> ZenFlowZero:
         """As `_training`, while there is a gradient to tell of: zeros would look like an answer."""
         zero = self._training(name)
-        if not zero.has_whole_gradient:
+        if not zero.shard.has_whole_gradient:
             raise RuntimeError(
                 f"`{name}` must be called between the backward pass of a step's last micro-batch and its optimizer step, got"
                 " a call when no gradient was complete. Use the hook `on_before_optimizer_step`."

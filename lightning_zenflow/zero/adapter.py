@@ -31,11 +31,9 @@ class ZenFlowZero(StoresState):
     Attributes:
         shard: This rank's shard at work.
         settings: Of the run.
-        has_whole_gradient: Whether the gradient of a step is complete and waits for it: from the end of the last backward on.
     """
 
     settings: RunSettings
-    has_whole_gradient = False
     overflow: bool
     clip_grad: float
     loss_scale: float
@@ -147,13 +145,13 @@ class ZenFlowZero(StoresState):
 
     def enter_backward(self) -> None:
         """Called by DeepSpeed when a backward begins."""
-        self.has_whole_gradient = False
+        self.shard.has_whole_gradient = False
         super().enter_backward()  # type: ignore[misc]
 
     def exit_backward(self) -> None:
         """Called by DeepSpeed once the gradients of a backward are reduced."""
         super().exit_backward()  # type: ignore[misc]
-        self.has_whole_gradient = self.is_gradient_accumulation_boundary()  # type: ignore[attr-defined]
+        self.shard.has_whole_gradient = self.is_gradient_accumulation_boundary()  # type: ignore[attr-defined]
 
     def take_gradient(self, segment: Segment, grad: Tensor) -> None:
         """Takes this rank's part of a reduced gradient, flat, of the current micro-batch."""
@@ -195,7 +193,7 @@ class ZenFlowZero(StoresState):
     def put_partial_step(self, saved: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
         for segment in self._segments.values():
             if segment.spec.name in received:
-                self.has_whole_gradient = True
+                self.shard.has_whole_gradient = True
                 self.shard.receive(segment, received[segment.spec.name].to(self._device))
         for index, spec in enumerate(self._layout.params):
             if spec.name in saved:
@@ -208,7 +206,6 @@ class ZenFlowZero(StoresState):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients received since the last step as well, as it would where they still lay on the device."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        self.has_whole_gradient = False
         self._sums.clear()
         self.shard.drop_gradients()
 
@@ -219,7 +216,6 @@ class ZenFlowZero(StoresState):
         with postponed():
             self._before_step()
             self._deliver_remaining()
-            self.has_whole_gradient = False
             outcome = self.shard.step(loss_scale=float(self.loss_scale), clip_norm=float(self.clip_grad))
             self.overflow = not outcome.applied
             if self.loss_scaler.dynamic:  # a fixed scale has nothing to update, and says so at every skipped step

@@ -15,7 +15,11 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.errors import CheckpointError
 from tests.modules import EXPECTED_WARNINGS, OFTEN, Small, batches, fit, trainer, weights
 
-pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
+pytestmark = [
+    *EXPECTED_WARNINGS,
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+    pytest.mark.usefixtures("own_process_group"),
+]
 
 
 class SetsRates(torch.optim.lr_scheduler.LRScheduler):
@@ -27,7 +31,10 @@ class SetsRates(torch.optim.lr_scheduler.LRScheduler):
 
 def with_numpy(module: Small) -> Any:
     optimizer = torch.optim.AdamW(
-        module.parameters(), lr=np.float64(1e-2), betas=(np.float64(0.9), np.float32(0.5)), weight_decay=np.float64(0.1)
+        module.parameters(),
+        lr=np.float64(1e-2),
+        betas=(np.float64(0.9), np.float64(0.95)),
+        weight_decay=np.float64(0.1),
     )
     optimizer.param_groups[0]["eps"] = np.array(1e-8)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": SetsRates(optimizer), "interval": "step"}}
@@ -44,7 +51,7 @@ class SavesAt(Callback):
 
 def config(stage: int) -> dict[str, Any]:
     return {
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": np.int64(10_000)},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": np.float64(10_000)},
         "gradient_clipping": np.float64(0.5),
     }
 

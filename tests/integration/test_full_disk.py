@@ -15,7 +15,11 @@ from lightning_zenflow.checkpoint.errors import CheckpointError
 from lightning_zenflow.checkpoint.space import full_disk, stored_nbytes
 from tests.modules import EXPECTED_WARNINGS, OFTEN, Small, batches, fit, strategy_of, trainer, weights
 
-pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
+pytestmark = [
+    *EXPECTED_WARNINGS,
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
+    pytest.mark.usefixtures("own_process_group"),
+]
 
 WRITE = os.write
 SAID = (

@@ -17,7 +17,7 @@ BROKEN = [line for line in LINES if line.broken_by is not None]
 
 
 @cache
-def tests_of(file: str) -> set[str]:
+def functions_of(file: str) -> set[str]:
     """Test functions at the top of a file below `tests`."""
     tree = ast.parse((REPO / "tests" / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
@@ -32,7 +32,7 @@ def test_a_line_has_words_and_tests_that_are_there(line: Line) -> None:
     assert line.kind and line.tests and len(set(line.tests)) == len(line.tests)
     for test in line.tests:
         file, _, name = test.partition("::")
-        assert name in tests_of(file), test
+        assert name in functions_of(file), test
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=lambda line: line.name)
