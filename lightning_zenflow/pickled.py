@@ -103,7 +103,8 @@ def _parameter_reducer(param: Any, name: str, foreign: Iterable[str]) -> Callabl
         # One that was cut before the engine came has had all of DeepSpeed's attributes by then.
         kept = vars(param).keys() - {*foreign, _REDUCE, _DEEPCOPY} if not hasattr(param, "ds_id") else set()
         state = {key: value for key, value in vars(param).items() if key in kept}
-        arguments = (weights, param.requires_grad, OrderedDict())
+        no_hooks: OrderedDict[Any, Any] = OrderedDict()
+        arguments = (weights, param.requires_grad, no_hooks)
         if not state:
             return torch._utils._rebuild_parameter, arguments
         return torch._utils._rebuild_parameter_with_state, (*arguments, state)

@@ -22,6 +22,14 @@ def places(broken_by: Break, package: Path = REPO / "lightning_zenflow") -> list
     return [path for path, source in sources.items() for _ in range(source.count(broken_by.old))]
 
 
+def failing(tests: Sequence[str], timeout_secs: float = 1800.0) -> set[str]:
+    """Those of the tests that fail as the package is: they would notice anything."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-rfE", "-m", "", *(f"tests/{test}" for test in tests)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=timeout_secs)
+    reported = (line.split(" ")[1] for line in done.stdout.split("\n") if line.startswith(("FAILED ", "ERROR ")))
+    return {name.partition("[")[0].removeprefix("tests/") for name in reported}
+
+
 def notices(line: Line, tests: Sequence[str], timeout_secs: float = 600.0) -> dict[str, bool]:
     """Whether each of the tests fails in a copy that is broken."""
     assert line.broken_by is not None

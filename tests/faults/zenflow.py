@@ -121,10 +121,7 @@ ZENFLOW: tuple[Line, ...] = (
         Break(
             "self.selected.update(groups, factor, plan.step)",
             "self.selected.update(groups, 1.0, plan.step)",
-            (
-                "integration/test_trainer_steps.py::test_both_parts_are_clipped_as_a_plain_trainer_clips",
-                "integration/test_trainer_precision.py::test_fp16_gradients_are_unscaled_and_clipped_in_both_parts",
-            ),
+            ("integration/test_trainer_steps.py::test_both_parts_are_clipped_as_a_plain_trainer_clips",),
         ),
     ),
     Line(

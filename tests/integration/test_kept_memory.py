@@ -78,7 +78,7 @@ class Holds(Callback):
     def _note(self, *args: Any) -> None:
         self.bytes.append(host_state_bytes())
 
-    on_validation_start = on_test_start = on_predict_start = _note
+    on_validation_start = on_test_start = on_predict_start = _note  # type: ignore[assignment]
 
 
 def evaluate(made: Trainer, how: str, module: LightningModule) -> None:

@@ -26,7 +26,7 @@ def counts(module: nn.Module, *args: Any) -> None:
 def tied_layers() -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.Linear(6, 5))
     net[2].weight = net[0].weight
-    net[3].weight.remark = "mine"
+    vars(net[3].weight)["remark"] = "mine"
     return net
 
 
@@ -54,8 +54,9 @@ class Copying(Callback):
         self.look(trainer, pl_module)
         self.looks += 1
 
-    on_train_start = on_after_backward = on_before_optimizer_step = on_train_batch_end = _look
-    on_validation_batch_end = on_test_batch_end = on_train_end = _look
+    on_train_start = on_after_backward = on_train_end = _look
+    on_before_optimizer_step = on_train_batch_end = _look  # type: ignore[assignment]
+    on_validation_batch_end = on_test_batch_end = _look  # type: ignore[assignment]
 
 
 def settings(accumulate: int = 1) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def test_a_module_is_copied_whole_and_without_its_engine(way: str, stage: int, p
 
     def look(made: Trainer, module: Small) -> None:
         for thing in (module, made.model):
-            twin = WAYS[way](thing)
+            twin: Any = WAYS[way](thing)
             assert type(twin) is Small and torch.equal(weights(twin), weights(module))
             assert twin.net[0].weight is twin.net[2].weight
             if way != "deepcopy":  # which leaves attributes of parameters out, as everywhere

@@ -90,5 +90,7 @@ class Watch:
 def _anonymous_bytes(pid: int) -> int:
     """Resident memory without what is mapped from files, which the system takes back as it likes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("RssAnon:"))
-    return 1024 * int(line.split()[1])
+    kib = [int(line.split()[1]) for line in lines if line.startswith("RssAnon:")]
+    if not kib:
+        raise ProcessLookupError(f"{pid} has ended")  # and waits for its parent to be told
+    return 1024 * kib[0]
