@@ -73,7 +73,8 @@ def _same(module: nn.Module) -> nn.Module:
 
 
 def _reduced_module(module: nn.Module, protocol: Any, foreign_hooks: set[int]) -> tuple[Any, ...]:
-    made, arguments, state, *rest = type(module).__reduce_ex__(module, protocol)
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    made, arguments, state, *rest = reduced
     if isinstance(state, Mapping):
         state = {name: value for name, value in state.items() if name != _REDUCE}
         for name in HOOKS:

@@ -71,20 +71,19 @@ def test_a_module_is_copied_whole_and_without_its_engine(way: str, stage: int, p
     def look(made: Trainer, module: Small) -> None:
         for thing in (module, made.model):
             twin: Any = WAYS[way](thing)
+            net: Any = twin.net
             assert type(twin) is Small and torch.equal(weights(twin), weights(module))
-            assert twin.net[0].weight is twin.net[2].weight
+            assert net[0].weight is net[2].weight
             if way != "deepcopy":  # which leaves attributes of parameters out, as everywhere
-                assert vars(twin.net[3].weight) == {"remark": "mine"}
+                assert vars(net[3].weight) == {"remark": "mine"}
             hooks = [*twin._forward_hooks.values(), *twin._forward_pre_hooks.values()]
             assert hooks == [counts] and "__reduce_ex__" not in vars(twin)
             if not torch.is_grad_enabled():
                 continue
             before = weights(module).clone()
-            twin.net(
-                torch.ones(2, 6, dtype=twin.net[0].weight.dtype)
-            ).sum().backward()  # of its own: nothing reaches the engine
+            net(torch.ones(2, 6, dtype=net[0].weight.dtype)).sum().backward()  # nothing of it reaches the engine
             with torch.no_grad():
-                twin.net[0].weight.fill_(7.0)
+                net[0].weight.fill_(7.0)
             assert torch.equal(weights(module), before)
 
     copying, module, other = Copying(look), Small(tied_layers), Small(tied_layers)
