@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,8 @@ def main() -> int:
     def tell(text: str) -> None:
         sys.stderr.write(f"{time.monotonic() - begun:7.1f} s  {text}\n")
 
+    # As an exception, so that the processes of a leg end with this one.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     batches = range(1, settings.batches + 1)
     with tempfile.TemporaryDirectory(prefix="zenflow-soak-") as folder:
         result = soak(settings, Path(folder), tell)
