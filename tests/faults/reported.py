@@ -18,7 +18,7 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "        if self.overlap_comm and (self._world_size == 1 or self._reduces_at_the_end):\n",
             "        if False:\n",
-            ("integration/test_accumulation_parts.py::test_a_gradient_of_an_earlier_micro_batch_alone_is_applied", ),
+            ("integration/test_accumulation_parts.py::test_a_gradient_of_an_earlier_micro_batch_alone_is_applied",),
         ),
     ),
     Line(
@@ -28,11 +28,6 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_trainer_steps.py::test_leftover_batches_step_at_the_end_of_each_epoch_and_all_counters_agree",
             "integration/test_trainer_steps.py::test_leftover_batches_of_a_loader_without_length_step_as_well",
             "integration/test_trainer_two_ranks.py::test_two_ranks_train_clip_skip_and_save_together",
-        ),
-        Break(
-            "so that the last batch of an epoch steps and `global_step` counts the engine's steps.\"\"\"\n        return False",
-            "so that the last batch of an epoch steps and `global_step` counts the engine's steps.\"\"\"\n        return True",
-            ("integration/test_trainer_steps.py::test_leftover_batches_step_at_the_end_of_each_epoch_and_all_counters_agree", ),
         ),
     ),
     Line(
@@ -59,9 +54,11 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_trainer_steps.py::test_the_stall_monitor_logs_fixed_names_once_per_step_with_the_norm_before_and_after_clipping",
         ),
         Break(
-            "self._figures = {\"grad_norm\": norm, \"grad_norm_clipped\": norm * clip}",
-            "self._figures = {\"grad_norm\": norm, \"grad_norm_clipped\": norm}",
-            ("integration/test_trainer_steps.py::test_the_stall_monitor_logs_fixed_names_once_per_step_with_the_norm_before_and_after_clipping", ),
+            'self._figures = {"grad_norm": norm, "grad_norm_clipped": norm * clip}',
+            'self._figures = {"grad_norm": norm, "grad_norm_clipped": norm}',
+            (
+                "integration/test_trainer_steps.py::test_the_stall_monitor_logs_fixed_names_once_per_step_with_the_norm_before_and_after_clipping",
+            ),
         ),
     ),
     Line(
@@ -76,20 +73,13 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "zero.clip_grad = float(clip_val)",
             "float(clip_val)",
-            ("integration/test_trainer_steps.py::test_both_parts_are_clipped_as_a_plain_trainer_clips", ),
+            ("integration/test_trainer_steps.py::test_both_parts_are_clipped_as_a_plain_trainer_clips",),
         ),
     ),
     Line(
         "7",
         "clipping by value is ignored",
-        (
-            "integration/test_trainer_steps.py::test_clipping_by_value_is_refused",
-        ),
-        Break(
-            "if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:",
-            "if False:",
-            ("integration/test_trainer_steps.py::test_clipping_by_value_is_refused", ),
-        ),
+        ("integration/test_trainer_steps.py::test_clipping_by_value_is_refused",),
     ),
     Line(
         "8",
@@ -97,11 +87,6 @@ REPORTED: tuple[Line, ...] = (
         (
             "integration/test_trainer_schedulers.py::test_a_schedule_is_stepped_exactly_as_by_a_plain_trainer_and_reaches_both_parts_at_once",
             "integration/test_trainer_config.py::test_a_json_with_optimizer_schedule_and_clipping_trains_as_a_plain_trainer_told_the_same",
-        ),
-        Break(
-            "        self._log_skipped_step()\n        return result",
-            "        self.lr_scheduler_configs[0].scheduler.step()\n        return result",
-            ("integration/test_trainer_schedulers.py::test_a_schedule_is_stepped_exactly_as_by_a_plain_trainer_and_reaches_both_parts_at_once", ),
         ),
     ),
     Line(
@@ -119,22 +104,17 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_trainer_schedulers.py::test_early_stopping_stops_and_a_rate_set_by_hand_is_used_in_the_same_step",
         ),
         Break(
-            "lr=float(group[\"lr\"]),",
-            "lr=float(group.get(\"initial_lr\", group[\"lr\"])),",
-            ("integration/test_trainer_schedulers.py::test_a_schedule_is_stepped_exactly_as_by_a_plain_trainer_and_reaches_both_parts_at_once", ),
+            'lr=float(group["lr"]),',
+            'lr=float(group.get("initial_lr", group["lr"])),',
+            (
+                "integration/test_trainer_schedulers.py::test_a_schedule_is_stepped_exactly_as_by_a_plain_trainer_and_reaches_both_parts_at_once",
+            ),
         ),
     ),
     Line(
         "11",
         "`LearningRateMonitor` sees one group",
-        (
-            "integration/test_trainer_schedulers.py::test_the_learning_rate_monitor_sees_all_groups",
-        ),
-        Break(
-            "converted.param_groups = groups\n",
-            "converted.param_groups = [{**groups[0], 'params': [p for g in groups for p in g['params']]}]\n",
-            ("integration/test_trainer_schedulers.py::test_the_learning_rate_monitor_sees_all_groups", ),
-        ),
+        ("integration/test_trainer_schedulers.py::test_the_learning_rate_monitor_sees_all_groups",),
     ),
     Line(
         "12",
@@ -147,7 +127,9 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "self._skipped_steps_logged = stats.skipped_steps\n",
             "return\n",
-            ("integration/test_trainer_steps.py::test_a_loss_that_is_not_finite_skips_the_step_is_counted_and_said_once_each", ),
+            (
+                "integration/test_trainer_steps.py::test_a_loss_that_is_not_finite_skips_the_step_is_counted_and_said_once_each",
+            ),
         ),
     ),
     Line(
@@ -156,11 +138,6 @@ REPORTED: tuple[Line, ...] = (
         (
             "integration/test_trainer_two_ranks.py::test_two_ranks_train_clip_skip_and_save_together",
             "integration/test_auto_tuner.py::test_all_ranks_skip_a_step_together_with_the_tuner_on",
-        ),
-        Break(
-            "            self._sum_over_ranks(self._squares)\n",
-            "            pass\n",
-            ("integration/test_trainer_two_ranks.py::test_two_ranks_train_clip_skip_and_save_together", ),
         ),
     ),
     Line(
@@ -180,11 +157,6 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_exactness.py::test_the_two_extremes_equal_torch_adamw_and_adam_in_every_stage",
             "integration/test_trainer_two_ranks.py::test_two_ranks_train_clip_skip_and_save_together",
         ),
-        Break(
-            "return tuple(Hyper.of(group) for group in self.param_groups)",
-            "return tuple(Hyper.of(self.param_groups[0]) for group in self.param_groups)",
-            ("integration/test_trainer_parameters.py::test_a_group_that_is_frozen_as_a_whole_does_not_disturb_the_others", "integration/test_exactness.py::test_the_two_extremes_equal_torch_adamw_and_adam_in_every_stage", ),
-        ),
     ),
     Line(
         "16",
@@ -194,11 +166,6 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_trainer_parameters.py::test_tied_weights_stay_tied_and_frozen_ones_stay_as_they_were",
             "integration/test_trainer_parameters.py::test_parameters_of_every_kind_follow_the_reference",
             "integration/test_export.py::test_tied_weights_take_their_place_once",
-        ),
-        Break(
-            "module[name] = flat.view(module[name].shape)",
-            "module[name] = flat.clone().view(module[name].shape)",
-            ("integration/test_checkpoints.py::test_tied_weights_are_stored_once_and_tied_again", ),
         ),
     ),
     Line(
@@ -212,9 +179,7 @@ REPORTED: tuple[Line, ...] = (
     Line(
         "18",
         "flat tensors over 2^31 elements",
-        (
-            "unit/test_shards.py::test_offsets_beyond_two_to_the_31_stay_exact",
-        ),
+        ("unit/test_shards.py::test_offsets_beyond_two_to_the_31_stay_exact",),
     ),
     Line(
         "19",
@@ -228,7 +193,9 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "        if not zero.shard.has_whole_gradient:\n",
             "        if False:\n",
-            ("integration/test_gradients_in_time.py::test_gradients_are_told_when_they_are_complete_and_refused_before_and_after", "integration/test_gradients_in_time.py::test_in_manual_optimization_every_backward_adds_to_it_until_the_step", ),
+            (
+                "integration/test_gradients_in_time.py::test_gradients_are_told_when_they_are_complete_and_refused_before_and_after",
+            ),
         ),
     ),
     Line(
@@ -242,7 +209,7 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "self._slot[segment.start : segment.stop].zero_()",
             "pass",
-            ("unit/test_inbox.py::test_a_step_without_gradients_has_zeros_everywhere", ),
+            ("unit/test_inbox.py::test_a_step_without_gradients_has_zeros_everywhere",),
         ),
     ),
     Line(
@@ -254,11 +221,6 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_resume.py::test_random_runs_that_stop_twice_are_the_same",
             "integration/test_kept_memory.py::test_what_is_saved_after_fit_is_whole_all_the_same",
             "integration/test_soak.py::test_a_disturbed_run_ends_as_an_undisturbed_one_and_nothing_grows",
-        ),
-        Break(
-            "self._launched, self._in_flight = len(state.waiting), deque(state.in_flight)",
-            "self._launched, self._in_flight = 0, deque(state.in_flight)",
-            ("integration/test_resume.py::test_a_run_resumes_after_any_batch", ),
         ),
     ),
     Line(
@@ -281,7 +243,7 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "directory.remove(Path(filepath))",
             "pass",
-            ("integration/test_checkpoints.py::test_the_best_and_the_last_checkpoint_are_each_one_directory", ),
+            ("integration/test_checkpoints.py::test_the_best_and_the_last_checkpoint_are_each_one_directory",),
         ),
     ),
     Line(
@@ -295,9 +257,9 @@ REPORTED: tuple[Line, ...] = (
             "unit/test_plain.py::test_a_value_becomes_one_of_a_plain_type_that_is_loaded_safely",
         ),
         Break(
-            "plain({**_GROUP_DEFAULTS, **group}, f\"param_groups[{index}]\")",
+            'plain({**_GROUP_DEFAULTS, **group}, f"param_groups[{index}]")',
             "{**_GROUP_DEFAULTS, **group}",
-            ("integration/test_checkpoint_plain.py::test_numbers_of_numpy_are_saved_as_pythons", "integration/test_checkpoint_plain.py::test_the_groups_of_an_optimizer_file_are_plain", "integration/test_checkpoint_plain.py::test_what_cannot_be_saved_safely_is_named_and_the_run_says_so", ),
+            ("integration/test_checkpoint_plain.py::test_numbers_of_numpy_are_saved_as_pythons",),
         ),
     ),
     Line(
@@ -306,11 +268,6 @@ REPORTED: tuple[Line, ...] = (
         (
             "integration/test_checkpoints.py::test_weights_alone_are_smaller_and_cannot_resume",
             "integration/test_stage3_checkpoints.py::test_weights_alone_and_links_are_saved",
-        ),
-        Break(
-            "optimizer[zero.optimizer_key] = {**optimizer[zero.optimizer_key], \"state\": {}}",
-            "pass",
-            ("integration/test_checkpoints.py::test_weights_alone_are_smaller_and_cannot_resume", ),
         ),
     ),
     Line(
@@ -326,7 +283,7 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "            self._guard.let_copy(engine)\n",
             "            pass\n",
-            ("integration/test_pickled.py::test_a_module_is_copied_whole_and_without_its_engine", "integration/test_pickled.py::test_a_cut_module_is_refused_by_name_and_copied_where_it_is_gathered", ),
+            ("integration/test_pickled.py::test_a_module_is_copied_whole_and_without_its_engine",),
         ),
     ),
     Line(
@@ -335,11 +292,6 @@ REPORTED: tuple[Line, ...] = (
         (
             "integration/test_checkpoints.py::test_a_wrong_path_is_answered_with_what_was_expected",
             "integration/test_full_disk.py::test_a_disk_that_is_full_in_the_middle_of_a_file_is_named_with_need_and_room",
-        ),
-        Break(
-            "        directory.verify(path)\n",
-            "        pass\n",
-            ("integration/test_checkpoints.py::test_a_wrong_path_is_answered_with_what_was_expected", ),
         ),
     ),
     Line(
@@ -377,11 +329,6 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_trainer_life.py::test_an_engine_that_cannot_be_built_leaves_no_process",
             "integration/test_process_life_ends.py::test_ctrl_c_ends_everything",
         ),
-        Break(
-            "            optimizer.destroy()\n        raise",
-            "            pass\n        raise",
-            ("integration/test_trainer_life.py::test_an_engine_that_cannot_be_built_leaves_no_process", ),
-        ),
     ),
     Line(
         "32",
@@ -394,7 +341,9 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "            if ends_with is None:\n                raise",
             "            if True:\n                raise",
-            ("integration/test_contract_saving.py::test_a_save_that_fails_on_an_exception_is_a_warning_and_the_exception_is_shown", ),
+            (
+                "integration/test_contract_saving.py::test_a_save_that_fails_on_an_exception_is_a_warning_and_the_exception_is_shown",
+            ),
         ),
     ),
     Line(
@@ -412,7 +361,7 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "        self._free_last_run()\n        super().connect(model)",
             "        super().connect(model)",
-            ("integration/test_kept_memory.py::test_evaluation_after_fit_does_without_masters_and_moments", ),
+            ("integration/test_kept_memory.py::test_evaluation_after_fit_does_without_masters_and_moments",),
         ),
     ),
     Line(
@@ -422,11 +371,6 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_trainer_life.py::test_evaluation_alone_starts_no_background_process",
             "integration/test_process_life.py::test_validate_test_and_predict_alone_start_no_background_process",
             "integration/test_kept_memory.py::test_evaluation_of_a_checkpoint_alone_holds_no_masters_and_moments",
-        ),
-        Break(
-            "        if trainer.training:\n            self._initialize_deepspeed_train",
-            "        if True:\n            self._initialize_deepspeed_train",
-            ("integration/test_trainer_life.py::test_evaluation_alone_starts_no_background_process", ),
         ),
     ),
     Line(
@@ -440,7 +384,7 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "        if need_bytes > limit.nbytes:\n",
             "        if False:\n",
-            ("process/test_memory.py::test_the_address_space_of_this_process_is_a_limit", ),
+            ("process/test_memory.py::test_the_address_space_of_this_process_is_a_limit",),
         ),
     ),
     Line(
@@ -450,11 +394,6 @@ REPORTED: tuple[Line, ...] = (
             "process/test_layout_and_arena.py::test_refused_pinning_warns_once_with_size_and_reason_and_goes_on",
             "process/test_layout_and_arena.py::test_pinning_without_cuda_is_a_refusal",
             "integration/test_process_life.py::test_refused_pinning_is_one_warning_and_training_goes_on",
-        ),
-        Break(
-            "        except (RuntimeError, AssertionError, AttributeError) as error:\n            status, reason",
-            "        except ZeroDivisionError as error:\n            status, reason",
-            ("process/test_layout_and_arena.py::test_pinning_without_cuda_is_a_refusal", ),
         ),
     ),
     Line(
@@ -468,7 +407,7 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "        check_host_memory(layout.touched_nbytes, local_ranks, numel=layout.numel)\n",
             "        pass\n",
-            ("process/test_worker_life.py::test_too_little_memory_is_said_before_anything_is_started", ),
+            ("process/test_worker_life.py::test_too_little_memory_is_said_before_anything_is_started",),
         ),
     ),
     Line(
@@ -481,7 +420,9 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "        nbytes = self.layout.exchange_nbytes\n        try:",
             "        nbytes = 1 << self.layout.exchange_nbytes.bit_length()\n        try:",
-            ("process/test_layout_and_arena.py::test_the_exchange_region_is_registered_once_at_its_exact_size_and_unregistered_before_it_is_unmapped", ),
+            (
+                "process/test_layout_and_arena.py::test_the_exchange_region_is_registered_once_at_its_exact_size_and_unregistered_before_it_is_unmapped",
+            ),
         ),
     ),
     Line(
@@ -490,11 +431,6 @@ REPORTED: tuple[Line, ...] = (
         (
             "integration/test_process_life.py::test_importing_the_package_imports_no_deepspeed_and_starts_nothing",
             "integration/test_checkpoint_reader.py::test_importing_the_reader_does_not_import_deepspeed",
-        ),
-        Break(
-            "from lightning_zenflow.strategy import ZenFlowStrategy\n\n__version__",
-            "from lightning_zenflow.strategy import ZenFlowStrategy; import deepspeed\n\n__version__",
-            ("integration/test_process_life.py::test_importing_the_package_imports_no_deepspeed_and_starts_nothing", ),
         ),
     ),
     Line(
@@ -517,7 +453,7 @@ REPORTED: tuple[Line, ...] = (
         Break(
             "            arguments.refuse_beside_config(changed, self.config)\n",
             "            pass\n",
-            ("unit/test_strategy_arguments.py::test_an_argument_that_a_config_would_drop_is_named", ),
+            ("unit/test_strategy_arguments.py::test_an_argument_that_a_config_would_drop_is_named",),
         ),
     ),
     Line(
