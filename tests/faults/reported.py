@@ -157,6 +157,13 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_exactness.py::test_the_two_extremes_equal_torch_adamw_and_adam_in_every_stage",
             "integration/test_trainer_two_ranks.py::test_two_ranks_train_clip_skip_and_save_together",
         ),
+        Break(
+            "return tuple(Hyper.of(group) for group in self.param_groups)",
+            "return tuple(Hyper.of(self.param_groups[0]) for group in self.param_groups)",
+            (
+                "integration/test_trainer_parameters.py::test_a_group_that_is_frozen_as_a_whole_does_not_disturb_the_others",
+            ),
+        ),
     ),
     Line(
         "16",
@@ -269,6 +276,11 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_checkpoints.py::test_weights_alone_are_smaller_and_cannot_resume",
             "integration/test_stage3_checkpoints.py::test_weights_alone_and_links_are_saved",
         ),
+        Break(
+            'optimizer[zero.optimizer_key] = {**optimizer[zero.optimizer_key], "state": {}}',
+            "pass",
+            ("integration/test_checkpoints.py::test_weights_alone_are_smaller_and_cannot_resume",),
+        ),
     ),
     Line(
         "26",
@@ -292,6 +304,11 @@ REPORTED: tuple[Line, ...] = (
         (
             "integration/test_checkpoints.py::test_a_wrong_path_is_answered_with_what_was_expected",
             "integration/test_full_disk.py::test_a_disk_that_is_full_in_the_middle_of_a_file_is_named_with_need_and_room",
+        ),
+        Break(
+            "        directory.verify(path)\n",
+            "        pass\n",
+            ("integration/test_checkpoints.py::test_a_wrong_path_is_answered_with_what_was_expected",),
         ),
     ),
     Line(
@@ -328,6 +345,11 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_trainer_life.py::test_an_exception_in_a_hook_is_the_one_shown_and_leaves_no_process",
             "integration/test_trainer_life.py::test_an_engine_that_cannot_be_built_leaves_no_process",
             "integration/test_process_life_ends.py::test_ctrl_c_ends_everything",
+        ),
+        Break(
+            "            optimizer.destroy()\n        raise",
+            "            pass\n        raise",
+            ("integration/test_trainer_life.py::test_an_engine_that_cannot_be_built_leaves_no_process",),
         ),
     ),
     Line(
@@ -372,6 +394,11 @@ REPORTED: tuple[Line, ...] = (
             "integration/test_process_life.py::test_validate_test_and_predict_alone_start_no_background_process",
             "integration/test_kept_memory.py::test_evaluation_of_a_checkpoint_alone_holds_no_masters_and_moments",
         ),
+        Break(
+            "        if trainer.training:\n            self._initialize_deepspeed_train",
+            "        if True:\n            self._initialize_deepspeed_train",
+            ("integration/test_trainer_life.py::test_evaluation_alone_starts_no_background_process",),
+        ),
     ),
     Line(
         "35",
@@ -394,6 +421,11 @@ REPORTED: tuple[Line, ...] = (
             "process/test_layout_and_arena.py::test_refused_pinning_warns_once_with_size_and_reason_and_goes_on",
             "process/test_layout_and_arena.py::test_pinning_without_cuda_is_a_refusal",
             "integration/test_process_life.py::test_refused_pinning_is_one_warning_and_training_goes_on",
+        ),
+        Break(
+            "        except (RuntimeError, AssertionError, AttributeError) as error:\n            status, reason",
+            "        except ZeroDivisionError as error:\n            status, reason",
+            ("process/test_layout_and_arena.py::test_pinning_without_cuda_is_a_refusal",),
         ),
     ),
     Line(
@@ -431,6 +463,11 @@ REPORTED: tuple[Line, ...] = (
         (
             "integration/test_process_life.py::test_importing_the_package_imports_no_deepspeed_and_starts_nothing",
             "integration/test_checkpoint_reader.py::test_importing_the_reader_does_not_import_deepspeed",
+        ),
+        Break(
+            "from lightning_zenflow.strategy import ZenFlowStrategy\n\n__version__",
+            "from lightning_zenflow.strategy import ZenFlowStrategy; import deepspeed\n\n__version__",
+            ("integration/test_process_life.py::test_importing_the_package_imports_no_deepspeed_and_starts_nothing",),
         ),
     ),
     Line(
