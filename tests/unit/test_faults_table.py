@@ -47,7 +47,7 @@ def test_what_brings_a_fault_in_is_one_line_of_the_package(line: Line) -> None:
 
 def test_how_many_were_not_tried_by_hand_is_known() -> None:
     untried = [line.name for line in LINES if line.broken_by is None]
-    assert len(untried) <= 24, untried
+    assert len(untried) <= 25, untried
 
 
 @pytest.mark.long
