@@ -116,8 +116,12 @@ class ZenFlowStrategy(IntervalsStrategy):
                 refuse_callbacks(trainer, is_stage_3=self.zero_stage_3)
         super().setup_environment()
 
-    def setup(self, trainer: Trainer) -> None:
+    def connect(self, model: LightningModule) -> None:
+        """Called first in each run of the Trainer: the state of the last `fit` ends here, while it can still be reached."""
         self._free_last_run()
+        super().connect(model)
+
+    def setup(self, trainer: Trainer) -> None:
         self._begin_run()
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
@@ -153,6 +157,7 @@ class ZenFlowStrategy(IntervalsStrategy):
         self._guard = ModuleGuard(model)
         with self._cuts_any_module():
             super()._initialize_deepspeed_inference(model)
+        self._guard.let_copy(self.model)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -217,7 +222,9 @@ class ZenFlowStrategy(IntervalsStrategy):
         self.barrier()  # a rank that failed before this point shows here, and not as a hang within DeepSpeed
         try:
             with installed(self._run_settings()), self._cuts_any_module():
-                return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
+                engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, converted, lr_scheduler)
+            self._guard.let_copy(engine)
+            return engine, deepspeed_optimizer
         except BaseException:
             self._guard.abandon()
             raise
@@ -363,9 +370,9 @@ class ZenFlowStrategy(IntervalsStrategy):
         For `on_before_optimizer_step`, where parameters have no `.grad` under ZeRO. Every rank must call it.
 
         Raises:
-            RuntimeError: No training is under way.
+            RuntimeError: No training is under way, or the gradient of a step is not complete.
         """
-        return self._training("grad_norm").grad_norm()
+        return self._with_gradient("grad_norm").grad_norm()
 
     def gradient(self, param: nn.Parameter) -> Tensor:
         """The averaged, unscaled gradient of a parameter, fp32 on the device, in its shape.
@@ -373,10 +380,10 @@ class ZenFlowStrategy(IntervalsStrategy):
         For `on_before_optimizer_step`. Every rank must call it with the same parameter.
 
         Raises:
-            RuntimeError: No training is under way.
+            RuntimeError: No training is under way, or the gradient of a step is not complete.
             ValueError: The optimizer does not hold the parameter.
         """
-        zero = self._training("gradient")
+        zero = self._with_gradient("gradient")
         if not zero.holds(param):
             shape = list(getattr(param, "ds_shape", param.shape))
             raise ValueError(
@@ -384,6 +391,16 @@ class ZenFlowStrategy(IntervalsStrategy):
                 " not hold. Add it to a group in `configure_optimizers`."
             )
         return zero.gradient(param)
+
+    def _with_gradient(self, name: str) -> ZenFlowZero:
+        """As `_training`, while there is a gradient to tell of: zeros would look like an answer."""
+        zero = self._training(name)
+        if not zero.shard.has_whole_gradient:
+            raise RuntimeError(
+                f"`{name}` must be called between the backward pass of a step's last micro-batch and its optimizer step, got"
+                " a call when no gradient was complete. Use the hook `on_before_optimizer_step`."
+            )
+        return zero
 
     def _training(self, name: str) -> ZenFlowZero:
         if self._zero is None or self._has_ended:
