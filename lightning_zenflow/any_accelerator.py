@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import warnings
 
 import torch
@@ -37,7 +38,7 @@ class _AnyAcceleratorStrategy(DeepSpeedStrategy):
             super()._init_deepspeed_distributed()
         # Lightning does this for NCCL alone. A group of another backend that outlives Python may abort the exiting process.
         atexit.unregister(_destroy_process_group)
-        atexit.register(_destroy_process_group)
+        atexit.register(_destroy_process_group, os.getpid())
 
     def setup_distributed(self) -> None:
         if isinstance(self.accelerator, CUDAAccelerator):
@@ -63,6 +64,7 @@ class _AnyAcceleratorStrategy(DeepSpeedStrategy):
             super()._configure_launcher()
 
 
-def _destroy_process_group() -> None:
-    if torch.distributed.is_initialized():
+def _destroy_process_group(owner_pid: int) -> None:
+    # A forked child has none of the group's threads, and would wait for them.
+    if os.getpid() == owner_pid and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
