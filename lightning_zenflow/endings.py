@@ -44,7 +44,12 @@ class EndingStrategy(_AnyAcceleratorStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether other ranks do not handle an exception as this one does. Waits for them at most `MEETING_SECS`, once a run."""
+        """Whether nobody answers: other ranks do not handle an exception as this one does, or this is a forked child.
+
+        Waits for the others at most `MEETING_SECS`, once a run.
+        """
+        if self._is_forked:
+            return True
         distributed = torch.distributed
         if self._exception_of_run() is None or not (distributed.is_available() and distributed.is_initialized()):
             return False
