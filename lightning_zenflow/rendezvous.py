@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore
@@ -40,10 +41,8 @@ def all_come(store: Any, name: str, rank: int, world_size: int, within_secs: flo
     answer: list[bool] = []
 
     def meet() -> None:
-        try:
+        with suppress(DistError, RuntimeError):  # the rank that holds the store has ended
             answer.append(_meet(PrefixStore(f"lightning_zenflow/{name}", store), rank, world_size, within_secs))
-        except (DistError, RuntimeError):
-            pass  # the rank that holds the store has ended
 
     # A thread, since a store whose rank is stopped answers never. As a daemon it holds up nobody's exit.
     thread = threading.Thread(target=meet, name="zenflow-rendezvous", daemon=True)

@@ -23,7 +23,6 @@ from lightning_zenflow.offload.protocol import (
 )
 from lightning_zenflow.signals import postponed
 
-
 LOOK_SECS = 0.5
 """No wait is longer in one piece, so that what passes while this process is stopped is told from what the worker takes."""
 

@@ -144,7 +144,9 @@ def test_after_any_signal_the_last_checkpoint_is_whole_and_training_resumes(
         assert program.end(15) in OUTCOMES[whom, number], program.output
         assert program.errors()[-1:] in ([], ["lightning_zenflow.offload.errors.WorkerDied"])
     last = max((int(re.findall(r"step=(\d+)", path.name)[0]), path) for path in whole(tmp_path))
-    code = f"fit(Tiny(width=2000), train=batches(6), max_steps={last[0] + 4}, max_epochs=-1, ckpt_path={str(last[1])!r})"
+    code = (
+        f"fit(Tiny(width=2000), train=batches(6), max_steps={last[0] + 4}, max_epochs=-1, ckpt_path={str(last[1])!r})"
+    )
     with started(tmp_path, code) as program:
         assert program.end(20) == 0, program.output
         assert program.has_said(f"step {last[0] + 4}")

@@ -91,7 +91,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system in memory with 3 MB."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("may not mount a file system")
     yield place

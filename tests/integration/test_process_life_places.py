@@ -87,7 +87,9 @@ saves = OnExceptionCheckpoint("kept")
 
 LEAVING = {
     "callback": "fit(enable_checkpointing=True, callbacks=(saves, At(5, leave)), {more})",
-    "data": "fit(train=batches(before=lambda number: number == 5 and leave(None)), callbacks=(saves,), enable_checkpointing=True, {more})",
+    "data": """
+loader = batches(before=lambda number: number == 5 and leave(None))
+fit(train=loader, callbacks=(saves,), enable_checkpointing=True, {more})""",
     "end of training": """
 class Leave(Callback):
     def on_train_end(self, trainer, pl_module):
