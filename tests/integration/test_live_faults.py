@@ -133,7 +133,7 @@ def strike(program: Program, whom: str, number: signal.Signals, chance: random.R
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize(("whom", "number"), OUTCOMES)
 def test_after_any_signal_the_last_checkpoint_is_whole_and_training_resumes(
     whom: str, number: signal.Signals, seed: int, tmp_path: Path

@@ -50,7 +50,7 @@ def trains_or_says_why(program: Program) -> bool:
 def test_descriptors_run_out_with_an_error_and_not_in_silence(tmp_path: Path) -> None:
     """35: from none that is left until there are enough."""
     outcomes = []
-    for spare in (1, 3, 5, 8, 12, 20, 60):
+    for spare in (2, 6, 12, 60):
         with started(tmp_path, limited("RLIMIT_NOFILE", f"{{used}} + {spare}")) as program:
             outcomes.append(trains_or_says_why(program))
     assert outcomes == sorted(outcomes) and outcomes[-1] and not outcomes[0]
@@ -60,7 +60,7 @@ def test_descriptors_run_out_with_an_error_and_not_in_silence(tmp_path: Path) ->
 def test_address_space_runs_out_with_an_error_and_not_in_silence(tmp_path: Path) -> None:
     """35: the host state takes 1.6 MB here; the worker's own libraries take over a gigabyte."""
     outcomes = []
-    for megabytes in (5, 50, 300, 1000, 3000):
+    for megabytes in (5, 300, 3000):
         code = limited("RLIMIT_AS", f"{{used}} + {megabytes} * 2**20", "fit(Tiny(width=6000))")
         with started(tmp_path, code) as program:
             outcomes.append(trains_or_says_why(program))
@@ -75,7 +75,7 @@ def test_limits_that_training_on_cpu_does_not_need_may_be_zero(name: str, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, to whom RLIMIT_NPROC applies")
-@pytest.mark.parametrize("spare", [0, 1, 2, 4])
+@pytest.mark.parametrize("spare", [0, 2])
 def test_processes_run_out_with_an_error_and_not_in_silence(spare: int, tmp_path: Path) -> None:
     """35: threads count as well."""
     tmp_path.chmod(0o777)

@@ -149,7 +149,9 @@ def test_no_batch_of_a_loader_that_knows_its_place_is_skipped_or_repeated(
 ) -> None:
     """29."""
     monkeypatch.setattr("tests.resuming.batches", lambda count: Counted())
+    whole = run(Case(module=Listing))
     run(Case(module=lambda: Listing(moment)), callbacks=[SavesWhenAsked(tmp_path / "asked")])
     resumed = run(Case(module=Listing), resume=tmp_path / "asked")
     assert isinstance(resumed.module, Listing)
     assert resumed.module.trained == [*range(HIT + 1, BATCHES + 1), *range(1, BATCHES + 1)]
+    assert differences(resumed, whole, HIT) == []
