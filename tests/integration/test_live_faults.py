@@ -71,7 +71,6 @@ LATE = (
     "training_step",
     "on_before_zero_grad",
     "on_before_backward",
-    "backward",
     "on_after_backward",
     "configure_gradient_clipping",
     "on_before_optimizer_step",
