@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core_shares import Share
+from lightning_zenflow.forked_threads import threads_are_lost
 from lightning_zenflow.offload.affinity import worker_cores
 
 
@@ -75,6 +77,17 @@ class TorchThreads:
         self._before = torch.get_num_threads()
         reserved = len(os.sched_getaffinity(0)) - ranks * cores_of_one_worker
         torch.set_num_threads(max(1, min(self._before, reserved // ranks)))
+
+    def make_do(self) -> None:
+        """Computes with one thread from now on if this process was forked from one that had more, which it has lost."""
+        if threads_are_lost():
+            torch.set_num_threads(1)
+            rank_zero_warn(
+                "This process was forked from one in which PyTorch had computed with several threads, and can use one alone:"
+                " it would wait for the others for ever. Start it with multiprocessing's 'spawn' instead, or compute nothing"
+                " before the fork.",
+                category=RuntimeWarning,
+            )
 
     def restore(self) -> None:
         """Gives PyTorch the threads that it had. Safe to call again."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -29,7 +31,9 @@ from lightning_zenflow.intervals import IntervalsStrategy
 from lightning_zenflow.module_guard import ModuleGuard
 from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_16_bits, refuse_precision
 from lightning_zenflow.refusals import refuse_callbacks, refuse_for_stage, refuse_unsupported
+from lightning_zenflow.signals import ASKING, Hold
 from lightning_zenflow.stats import RunFacts, StepStats
+from lightning_zenflow.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from lightning_zenflow.callbacks import AutoTuner
@@ -102,6 +106,7 @@ class ZenFlowStrategy(IntervalsStrategy):
     def _begin_run(self) -> None:
         self._skipped_steps_logged = 0
         self._step_is_open = self._batch_is_open = False
+        self._held = Hold()
         self._has_ended = self._is_complete = self._loads_whole_file = False
         self._guard: ModuleGuard | None = None
 
@@ -114,6 +119,7 @@ class ZenFlowStrategy(IntervalsStrategy):
             refuse_16_bits(self.precision_plugin.precision)
             if trainer.state.fn == TrainerFn.FITTING:  # before the `setup` of callbacks, which may make whole models
                 refuse_callbacks(trainer, is_stage_3=self.zero_stage_3)
+        self._threads.make_do()
         super().setup_environment()
 
     def connect(self, model: LightningModule) -> None:
@@ -122,6 +128,8 @@ class ZenFlowStrategy(IntervalsStrategy):
         super().connect(model)
 
     def setup(self, trainer: Trainer) -> None:
+        if self.world_size > 1:
+            StopSignals.install(trainer)
         self._begin_run()
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
@@ -269,7 +277,15 @@ class ZenFlowStrategy(IntervalsStrategy):
             )
         return output
 
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # From here to `on_train_batch_end` the data loader has moved on and Lightning has not: whoever resumed from a
+        # checkpoint that a signal handler saves there would skip the batch, or train it twice.
+        if self._zero is not None and self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._held.hold(ASKING)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
     def pre_backward(self, closure_loss: Tensor) -> None:
+        self._held.hold()  # Ctrl-C as well, after which callbacks may save
         super().pre_backward(closure_loss)
         self._batch_is_open = True  # from here on, gradients of this micro-batch mix with those of earlier ones
 
@@ -295,6 +311,12 @@ class ZenFlowStrategy(IntervalsStrategy):
                 " far). The weights are unchanged.",
                 category=RuntimeWarning,
             )
+
+    def _end_batch(self, *, with_error: bool = False) -> None:
+        """Lets signals that came during the batch be heard; Ctrl-C not, if there is an error to show."""
+        if with_error:
+            self._held.forget(signal.SIGINT)
+        self._held.release()
 
     def settle(self) -> None:
         """Brings the weights up to date: no gradient is pending, and they are the rounded fp32 masters.
@@ -322,6 +344,9 @@ class ZenFlowStrategy(IntervalsStrategy):
 
     def teardown(self) -> None:
         """Ends the background process and makes the module an ordinary one again, also after an exception."""
+        if self._is_forked:
+            return  # all of it belongs to the parent
+        self._end_batch(with_error=True)
         engine: Any = self.model
         if self._is_fitted and not self._is_complete:
             self._end_training()  # a finished run was resumed: nothing was left to train, and no hook was called
@@ -427,8 +452,24 @@ class ZenFlowStrategy(IntervalsStrategy):
 
 
 class _SettleFirst(Callback):
-    """Stands before all other callbacks, so that whoever reads or replaces weights in `on_train_end` finds the final ones."""
+    """Stands before all other callbacks, so that whoever reads or replaces weights in `on_train_end` finds the final ones.
+
+    Whoever saves at the end of a batch, or after an exception, does so once signals are heard again.
+    """
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        trainer.strategy._end_batch()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_batch_end(trainer, pl_module)  # the last batch was skipped by `on_train_batch_start`
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        trainer.strategy._end_batch(with_error=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         trainer.strategy._end_training()
+        if isinstance(trainer._signal_connector, StopSignals):
+            trainer._signal_connector.agree()  # SIGTERM during the last step

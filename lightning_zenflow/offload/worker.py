@@ -320,12 +320,12 @@ def serve(connection: Connection, memory_fd: int, trainer_fd: int) -> None:
     arena: Arena | None = None
     try:
         start: Start = lifeline.receive()
-        if start.cores is not None:
-            bind(start.cores)
+        cores = start.cores or ()
+        refused = bind(cores, insist=start.insist_on_cores) if start.cores is not None else []
         torch.set_num_threads(1)  # passes are shared by pieces instead: faster, and the same bits for any number
         arena = Arena.open(memory_fd, start.layout)
-        adamw = HostAdamW(arena, start, len(start.cores or (0,)), lifeline.check)
-        lifeline.send(Ready(os.getpid(), tuple(sorted(os.sched_getaffinity(0)))))
+        adamw = HostAdamW(arena, start, max(1, len(cores) - len(refused)), lifeline.check)
+        lifeline.send(Ready(os.getpid(), tuple(sorted(os.sched_getaffinity(0))), tuple(refused)))
         while True:
             _handle(lifeline.receive(), adamw, lifeline)
     except TrainerGone:

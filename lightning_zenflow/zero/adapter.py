@@ -105,6 +105,7 @@ class ZenFlowZero(StoresState):
             timeout_secs=config.worker_timeout_secs,
             pin=get_accelerator().device_name() == "cuda",
             local_ranks=self.settings.local_ranks,
+            insist_on_cores=config.worker_cores is not None,
         )
         try:
             self._move_masters(client, table)
