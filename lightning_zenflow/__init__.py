@@ -6,6 +6,7 @@ and does not see them).
 """
 
 from lightning_zenflow import internals
+from lightning_zenflow.version import __version__
 
 try:
     from lightning.pytorch.strategies import StrategyRegistry
@@ -18,8 +19,6 @@ try:
 except ImportError as error:
     raise internals.explained(error) from error
 
-__version__ = "0.1.0"
-
-__all__ = ["AutoTuner", "StallMonitor", "StepStats", "ZenFlowAdamW", "ZenFlowConfig", "ZenFlowStrategy"]
+__all__ = ["AutoTuner", "StallMonitor", "StepStats", "ZenFlowAdamW", "ZenFlowConfig", "ZenFlowStrategy", "__version__"]
 
 ZenFlowStrategy.register_strategies(StrategyRegistry)

@@ -87,9 +87,13 @@ DEEPSPEED = (
         attributes=(
             *("_record_gradient_stream", "_record_offload_copy", "_wait_for_offload_copies", "clear_grad_attribute"),
             *("get_param_gradient_attribute", "micro_step_id", "reduction_stream", "use_grad_accum_attribute"),
-            *("ds_grad_is_ready", "grad_accum"),
+            *("ds_grad_is_ready", "grad_accum", "_fill_param_grad_accum_attribute"),
+            *("bit16_groups", "get_gradient_for_reduction", "overlap_comm", "process_gradients", "reduce_gradients"),
+            "reduce_ready_partitions_and_remove_grads",
         ),
     ),
+    Internal(_STAGE_12, "know whether backward is under way", attributes=("enter_backward", "exit_backward")),
+    Internal(_STAGE_3, "know whether backward is under way", attributes=("enter_backward", "exit_backward")),
     Internal(f"{_STAGE_12}.initialize_optimizer_states", "start once the partitions exist"),
     Internal(f"{_STAGE_12}._get_offload_gradient_dict", "keep no second copy of gradients"),
     Internal(f"{_STAGE_12}._use_compact_grad_partition_buffer", "sum micro-batches", ("group_idx",)),
@@ -230,6 +234,22 @@ LIGHTNING = (
         "refuse what would replace weights",
         attributes=("_use_lottery_ticket_hypothesis",),
     ),
+    Internal(
+        "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
+        "have all ranks hear SIGTERM",
+        attributes=("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
+    ),
+    Internal("lightning.pytorch.utilities.exceptions.SIGTERMException", "have all ranks hear SIGTERM"),
+    Internal(
+        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
+        "have all ranks hear SIGTERM",
+        attributes=("_broadcast_sigterm_tensor",),
+    ),
+    Internal(
+        "lightning.pytorch.trainer.Trainer",
+        "find out who asks for a requeue",
+        attributes=("_accelerator_connector", "_signal_connector"),
+    ),
     Internal(_STRATEGY, "build on", attributes=("_launcher",)),
     Internal(f"{_STRATEGY}._load_config", "take the settings out of the config", ("config",)),
     Internal(f"{_STRATEGY}._create_default_config", "know what a config replaces"),
@@ -250,12 +270,19 @@ LIGHTNING = (
 )
 
 TORCH = (
+    Internal("torch._utils._rebuild_parameter", "copy a module in mid-run"),
+    Internal("torch._utils._rebuild_parameter_with_state", "copy a module in mid-run"),
+    Internal("torch.distributed.distributed_c10d._get_default_store", "see which ranks still come to save"),
+    Internal("torch.distributed.distributed_c10d._world", "keep a forked child from ending the parent's groups"),
     Internal("torch._fused_adam_", "update weights"),
     Internal("torch._fused_adamw_", "update weights"),
     Internal(
         "torch.nn.Module",
         "take a run off its module",
-        attributes=("_forward_hooks", "_forward_pre_hooks", "_parameters"),
+        attributes=(
+            *("_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs"),
+            *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_parameters"),
+        ),
     ),
     Internal(
         "torch.optim.Optimizer",

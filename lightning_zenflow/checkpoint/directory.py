@@ -98,7 +98,7 @@ def commit(staging: Path, target: StrPath, facts: Mapping[str, Any]) -> None:
         FileNotFoundError: There is no checkpoint in `staging`.
         OSError: The disk is full or broken. `target` is as it was, unless only its move could not be made durable.
     """
-    from lightning_zenflow import __version__
+    from lightning_zenflow.version import __version__
 
     target = _local(target)
     if not (staging / TAG).is_dir():

@@ -103,6 +103,7 @@ class WorkerProcess:
                 if sys.__stderr__ is not None
                 else subprocess.DEVNULL,  # closed: the number is somebody else's
                 pass_fds=inherited,
+                cwd="/",  # the trainer's may be deleted, and PyTorch cannot be imported in a deleted directory
                 start_new_session=True,  # Ctrl-C in the terminal is for the trainer, which then ends the worker
                 env=_environment(),
             )
@@ -214,7 +215,15 @@ def search_path() -> list[str]:
     imported by the child unless the trainer has imported it itself.
     """
     homes = [_home(sys.modules[name]) for name in ("torch", "numpy", "typing_extensions") if name in sys.modules]
-    return list(dict.fromkeys(entry for entry in (*homes, *sys.path) if isinstance(entry, str)))
+    return list(dict.fromkeys(_absolute(entry) for entry in (*homes, *sys.path) if isinstance(entry, str)))
+
+
+def _absolute(entry: str) -> str:
+    """What the child, which starts elsewhere, finds under the same name."""
+    try:
+        return os.path.abspath(entry)
+    except FileNotFoundError:  # the working directory was deleted, and what was in it
+        return "/nowhere"
 
 
 def _home(module: ModuleType) -> str:

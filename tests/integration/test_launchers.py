@@ -108,7 +108,6 @@ def test_an_archive_of_python_files(holds_package: bool, plain: dict[str, Tensor
         ends_well(program, tmp_path, plain)
 
 
-@pytest.mark.xfail(reason="The background process starts in it, where PyTorch cannot be imported.", strict=False)
 def test_a_working_directory_that_was_deleted(plain: dict[str, Tensor], tmp_path: Path) -> None:
     """In mid-run, as by a job's clean-up: what starts afterwards must not need it."""
     work = empty(tmp_path, "work")
