@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
+from lightning_zenflow.internals import problems
+from lightning_zenflow.internals_table import TABLE
 from lightning_zenflow.offload.layout import ArenaLayout
 
 from .console import size
@@ -87,7 +88,7 @@ def system() -> Check:
 
 
 def distribution(name: str) -> Check:
-    """An installed distribution against the range in our own metadata."""
+    """An installed distribution against the range in our own metadata, and what of it we use."""
     wanted = next(
         requirement.specifier
         for requirement in map(Requirement, metadata.requires(DISTRIBUTION) or ())
@@ -101,12 +102,12 @@ def distribution(name: str) -> Check:
         return Check(
             name, "fail", f"{mine}, a malicious release", "Uninstall it, and replace all credentials it could read."
         )
-    if wanted.contains(mine, prereleases=True):
-        return Check(name, "ok", mine)
-    bounds = [Version(bound.version) for bound in wanted if bound.operator in ("<", "<=")]
-    if bounds and Version(mine) >= max(bounds):
-        return Check(name, "warn", f"{mine}, newer than what was tested", f"pip install '{name}{wanted}' if it fails.")
-    return Check(name, "fail", mine, f"pip install '{name}{wanted}'")
+    if not wanted.contains(mine, prereleases=True):
+        return Check(name, "fail", mine, f"pip install '{name}{wanted}'")
+    lacks = [problem for row in TABLE if row.package == name for problem in problems(row)]
+    if lacks:
+        return Check(name, "fail", f"{mine}, without {lacks[0]}", f"pip install --force-reinstall '{name}{wanted}'")
+    return Check(name, "ok", mine)
 
 
 def device() -> Check:

@@ -95,15 +95,6 @@ def _is_wanted(record: logging.LogRecord) -> bool:
     return "Setting accelerator to" not in record.getMessage()
 
 
-def seconds(secs: float) -> str:
-    """Seconds for people, with three digits."""
-    return f"{_three_digits(secs)} s" if secs >= 1 else f"{_three_digits(1e3 * secs)} ms"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
 def size(nbytes: float) -> str:
     """Bytes for people."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**29 else f"{nbytes / 2**20:.1f} MiB"

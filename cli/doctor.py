@@ -12,10 +12,11 @@ import torch
 
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.layout import ArenaLayout
+from lightning_zenflow.wording import in_words
 
 from . import checks, measure
 from .checks import Check, Verdict, guarded
-from .console import Parser, console, quiet_deepspeed, seconds, table, write
+from .console import Parser, console, quiet_deepspeed, table, write
 from .passes import BLOCKS, host_passes
 
 DESCRIPTION = """Checks whether ZenFlow can run on this machine, and measures what its speed depends on, in some 15 seconds.
@@ -84,8 +85,8 @@ def background_process() -> Check:
     numbers = {"start_secs": secs}
     if secs > START_SECS:
         remedy = "Busy machine, or slow disk under PyTorch: training starts, but later."
-        return Check("Background process", "warn", f"answered after {seconds(secs)}", remedy, numbers)
-    return Check("Background process", "ok", f"answered after {seconds(secs)}", numbers=numbers)
+        return Check("Background process", "warn", f"answered after {in_words(secs)}", remedy, numbers)
+    return Check("Background process", "ok", f"answered after {in_words(secs)}", numbers=numbers)
 
 
 def host_bandwidth() -> Check:
@@ -115,7 +116,7 @@ def host_adamw() -> Check:
     found = (
         f"on one core {1e-9 / passes.accumulate_secs:.2f}e9 gradients/s ({passes.accumulate_bandwidth / 1e9:.1f} GB/s) and"
         f" {1e-9 / passes.update_secs:.2f}e9 updates/s ({passes.update_bandwidth / 1e9:.1f} GB/s);"
-        f" {seconds(1e9 * step_secs)} a step for 1e9 parameters"
+        f" {in_words(1e9 * step_secs)} a step for 1e9 parameters"
     )
     return Check("Host AdamW", "ok", found, numbers=numbers)
 

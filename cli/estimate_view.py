@@ -7,9 +7,10 @@ import math
 from typing import Any
 
 from lightning_zenflow.recommended import TUNER
+from lightning_zenflow.wording import in_words
 from lightning_zenflow.work import Work
 
-from .console import console, facts, seconds, size, table
+from .console import console, facts, size, table
 from .estimation import Estimate, Method
 
 FRESH_INTERVAL_STEPS = 4
@@ -107,7 +108,7 @@ def _table(found: Estimate) -> Any:
 
 
 def _or_dash(secs: float) -> str:
-    return seconds(secs) if secs > 0 else "-"
+    return in_words(secs) if secs > 0 else "-"
 
 
 def _advice(found: Estimate) -> list[str]:
@@ -116,7 +117,7 @@ def _advice(found: Estimate) -> list[str]:
     selects = (
         "nothing to select"
         if found.select_interval is None
-        else f"select_interval {found.select_interval} (a re-selection takes {seconds(found.barrier_secs)},"
+        else f"select_interval {found.select_interval} (a re-selection takes {in_words(found.barrier_secs)},"
         f" {found.select_stall_secs / step.step_secs:.1%} of the time)"
     )
     said = [f"Intervals: update_interval {found.update_interval}, {selects}."]

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jsonargparse import Namespace
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from lightning_zenflow import __version__
 from lightning_zenflow.checkpoint.errors import CheckpointError
-from lightning_zenflow.checkpoint.manifest import Manifest, is_remote
+from lightning_zenflow.checkpoint.manifest import Manifest
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
 from lightning_zenflow.checkpoint.verify import verify
+from lightning_zenflow.wording import in_words
 
-from .console import Parser, console, facts, quiet_deepspeed, seconds, size
+from .console import Parser, console, facts, quiet_deepspeed, size
+from .export_bars import Bars
 from .export_file import (
     Weights,
     client_state,
@@ -36,8 +35,8 @@ from .export_file import (
     write_safetensors,
     write_torch,
 )
+from .export_place import SAFETENSORS, TORCH_SUFFIXES, Refused, check_arguments, check_place, check_room, unwritten
 
-TORCH_SUFFIXES, SAFETENSORS = (".ckpt", ".pt", ".pth", ".bin"), ".safetensors"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 DESCRIPTION = """Writes the weights of a checkpoint directory, of ZenFlow or DeepSpeed, into one file: the fp32 masters of
@@ -53,14 +52,6 @@ Exit code 0: written. 1: OUT could not be written; what was there is untouched. 
 OUT = f"""The file. {", ".join(TORCH_SUFFIXES)}: for load_from_checkpoint, with the hyperparameters. {SAFETENSORS}: the
 weights alone, tied ones under the first of their names; the metadata has the others as "tied:NAME": "FIRST NAME". Its
 folder is made if need be"""
-
-
-class Refused(RuntimeError):
-    """The export cannot be done; the message says what to do."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 def main(args: list[str] | None = None) -> int:
@@ -108,17 +99,17 @@ def _export(options: Namespace) -> tuple[list[str], Table]:
     """Does it; returns what there is to warn of, and the summary."""
     begin = time.perf_counter()
     checkpoint, out, dtype = Path(options.checkpoint), Path(options.out), DTYPES[options.dtype]
-    _check_arguments(options)
+    check_arguments(options)
     try:
-        _check_place(out, checkpoint, options.force)
+        check_place(out, checkpoint, options.force)
     except OSError as error:
-        raise _unwritten(out, error) from error
+        raise unwritten(out, error) from error
     manifest = verify(checkpoint)
     stored = StoredCheckpoint.open(checkpoint)
     step = _step(stored, manifest)
     least_nbytes = _least_nbytes(stored, dtype)
-    _check_room(out, least_nbytes)
-    with _Bars() as bars:
+    check_room(out, least_nbytes)
+    with Bars() as bars:
         weights = collect(stored, dtype, bars.reading(least_nbytes))
         content, notes = _content(options, stored, weights)
         try:
@@ -129,65 +120,12 @@ def _export(options: Namespace) -> tuple[list[str], Table]:
                 else:
                     write_torch(path, content)
         except OSError as error:
-            raise _unwritten(out, error) from error
+            raise unwritten(out, error) from error
         except ValueError as error:
             raise Refused(
                 f"`OUT` must be of a format for these weights, got '{out}': {error} Write a .pt.", 1
             ) from error
     return notes, _summary(options, stored, manifest, weights, step, time.perf_counter() - begin)
-
-
-def _check_arguments(options: Namespace) -> None:
-    for name in ("checkpoint", "out"):
-        if not options[name]:  # as of a shell variable that is not set; a path would be the current folder
-            raise Refused(f"`{name.upper()}` must be a path, got an empty one. Write . for the current folder.", 2)
-    if is_remote(options.out):
-        raise Refused(f"`OUT` must be a local path, got '{options.out}', an address. Write to a disk, then copy.", 2)
-    if Path(options.out).suffix.lower() not in (*TORCH_SUFFIXES, SAFETENSORS):
-        raise Refused(
-            f"`OUT` must end with {', '.join(TORCH_SUFFIXES)} or {SAFETENSORS}, got '{options.out}'. Choose .ckpt for"
-            " `load_from_checkpoint`, or .safetensors for the weights alone.",
-            2,
-        )
-
-
-def _check_place(out: Path, checkpoint: Path, force: bool) -> None:
-    """Refuses what would fail only after all has been read, and what would destroy the checkpoint itself."""
-    if out.is_dir():
-        raise Refused(f"`OUT` must be a file, got '{out}', which is a directory. Name a file, maybe in it.", 1)
-    if checkpoint.is_dir() and checkpoint.resolve() in out.resolve().parents:
-        raise Refused(f"`OUT` must lie outside of CHECKPOINT, got '{out}'. Write it beside '{checkpoint}'.", 1)
-    if os.path.lexists(out) and not force:
-        raise Refused(f"`OUT` must not exist, got '{out}'. Give `--force` to replace it, or another name.", 1)
-    above = _existing(out)
-    if not above.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"'{above}' is no directory")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, f"nothing may be made in '{above}'")
-
-
-def _check_room(out: Path, nbytes: int) -> None:
-    found = os.statvfs(_existing(out))
-    # Some network file systems do not tell: they have no blocks at all.
-    if found.f_blocks and found.f_bavail * found.f_frsize < nbytes:
-        raise _unwritten(out, OSError(errno.ENOSPC, f"it takes {size(nbytes)}"))
-
-
-def _existing(out: Path) -> Path:
-    """The folder of `out`, or the first above it that is there."""
-    return next(above for above in out.absolute().parents if os.path.lexists(above))
-
-
-def _unwritten(out: Path, error: OSError) -> Refused:
-    room = ""
-    with contextlib.suppress(OSError):
-        found = os.statvfs(_existing(out))
-        room = f" ({size(found.f_bavail * found.f_frsize)} are free there)"
-    return Refused(
-        f"`OUT` must be a path that can be written, got '{out}': {error.strerror or error}{room}. Nothing was changed;"
-        " choose another path or make room.",
-        1,
-    )
 
 
 def _step(stored: StoredCheckpoint, manifest: Manifest | None) -> int:
@@ -205,7 +143,7 @@ def _least_nbytes(stored: StoredCheckpoint, dtype: torch.dtype) -> int:
 
 
 def _metadata(options: Namespace, step: int) -> dict[str, str]:
-    return {"step": str(step), "dtype": options.dtype, "lightning_zenflow": version("lightning-zenflow")}
+    return {"step": str(step), "dtype": options.dtype, "lightning_zenflow": __version__}
 
 
 def _content(options: Namespace, stored: StoredCheckpoint, weights: Weights) -> tuple[dict[str, Any] | None, list[str]]:
@@ -264,59 +202,9 @@ def _summary(
         ("frozen", f"{len(frozen):,} parameters, {sum(frozen):,} elements" if frozen else "none"),
         ("buffers", f"{len(stored.buffers):,}" if stored.buffers else "none"),
         ("tied", ", ".join(f"{name} = {first}" for name, first in weights.tied.items()) or "none"),
-        ("took", seconds(secs)),
+        ("took", in_words(secs)),
     ]
     return facts(rows)
-
-
-class _Bars:
-    """Progress over bytes, on a terminal alone."""
-
-    def __init__(self) -> None:
-        out = console()
-        shown = sys.stdout.isatty() and not out.is_dumb_terminal
-        name, amount = TextColumn("{task.description}"), DownloadColumn(binary_units=True)
-        self._progress = _Watching(
-            name, BarColumn(), amount, TimeRemainingColumn(), console=out, transient=True, disable=not shown
-        )
-
-    def __enter__(self) -> _Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def reading(self, nbytes: int) -> Any:
-        """A function to tell of bytes that were read, of at least `nbytes`."""
-        task, done = self._progress.add_task("reading", total=nbytes), 0
-
-        def advance(more: int) -> None:
-            nonlocal done
-            done += more
-            self._progress.update(task, completed=done, total=max(nbytes, done))
-
-        return advance
-
-    def writing(self, folder: Path, nbytes: int) -> None:
-        """From now on the files in `folder` grow, to `nbytes` together."""
-        self._progress.watch(self._progress.add_task("writing", total=nbytes), folder)
-
-
-class _Watching(Progress):
-    """Looks at the files being written whenever it is drawn: neither writer tells how far it is."""
-
-    watched: tuple[Any, Path] | None = None
-
-    def watch(self, task: Any, folder: Path) -> None:
-        self.watched = (task, folder)
-
-    def get_renderables(self) -> Any:
-        if self.watched is not None:
-            task, folder = self.watched
-            with contextlib.suppress(OSError):
-                self.update(task, completed=sum(file.stat().st_size for file in folder.iterdir()))
-        return super().get_renderables()
 
 
 @contextlib.contextmanager

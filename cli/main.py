@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_zenflow import __version__
 
 from .console import quiet_deepspeed
 from .trainer import ZenFlowCLI
@@ -60,7 +61,7 @@ def main(args: list[str] | None = None) -> int | None:
         parser_kwargs={
             "prog": "lightning-zenflow",
             "description": DESCRIPTION,
-            "version": version("lightning-zenflow"),
+            "version": __version__,
         },
         args=args,
     )

@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zenflow import AutoTuner, StallMonitor, ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow import AutoTuner, StallMonitor, ZenFlowConfig, ZenFlowStrategy, internals
 
 from .messages import in_our_words
 
@@ -43,6 +43,7 @@ class ZenFlowCLI(LightningCLI):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        internals.check("lightning", "jsonargparse", command_line=True)  # not DeepSpeed, which --help does without
         kwargs.setdefault("parser_class", ZenFlowArgumentParser)
         super().__init__(*args, **kwargs)
 
@@ -82,7 +83,7 @@ class ZenFlowCLI(LightningCLI):
         """Calls `function`; a setting that it refuses ends the program with that one message instead of a traceback."""
         try:
             return function(*args, **kwargs)
-        except (TypeError, ValueError, NotImplementedError, MisconfigurationException) as error:
+        except (TypeError, ValueError, NotImplementedError, ImportError, MisconfigurationException) as error:
             self._parser(self.config.get("subcommand")).error(str(error), error)
 
 
@@ -93,10 +94,10 @@ def _give_settings_to_strategy(config: Namespace) -> None:
         TypeError: A setting has the wrong type.
         ValueError: A setting is out of range, or the section would be ignored or contradicted.
     """
-    section, default = ZenFlowConfig.from_mapping(config.zenflow.as_dict()), ZenFlowConfig()
+    section, default = _settings(config.zenflow), ZenFlowConfig()
     strategy = config.trainer.strategy
     if isinstance(strategy, Namespace) and issubclass(_import_class(strategy.class_path), ZenFlowStrategy):
-        own = ZenFlowConfig.from_mapping(strategy.init_args.zenflow.as_dict())
+        own = _settings(strategy.init_args.zenflow)
         # A config saved by an earlier run holds the same settings in both places.
         if default != own != section != default:
             raise ValueError(
@@ -116,6 +117,11 @@ def _give_settings_to_strategy(config: Namespace) -> None:
                 f"`trainer.strategy` must be one of {', '.join(names)} beside the section `zenflow` with"
                 f" {_changed(section)}, got {name!r}. Give `--trainer.strategy zenflow`, or remove the section."
             )
+
+
+def _settings(section: Any) -> ZenFlowConfig:
+    """A section `zenflow` as it was parsed; YAML may have anything in its place."""
+    return ZenFlowConfig.from_mapping(section.as_dict() if isinstance(section, Namespace) else section)
 
 
 def _named_strategy(strategy: Any) -> tuple[type[ZenFlowStrategy], dict[str, Any]] | None:

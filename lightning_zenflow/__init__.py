@@ -5,16 +5,20 @@ Importing this package registers the strategies `zenflow`, `zenflow_stage_1`, `z
 and does not see them).
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning_zenflow import internals
+from lightning_zenflow.version import __version__
 
-from lightning_zenflow.callbacks import AutoTuner, StallMonitor
-from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.optimizer import ZenFlowAdamW
-from lightning_zenflow.stats import StepStats
-from lightning_zenflow.strategy import ZenFlowStrategy
+try:
+    from lightning.pytorch.strategies import StrategyRegistry
 
-__version__ = "0.1.0"
+    from lightning_zenflow.callbacks import AutoTuner, StallMonitor
+    from lightning_zenflow.config import ZenFlowConfig
+    from lightning_zenflow.optimizer import ZenFlowAdamW
+    from lightning_zenflow.stats import StepStats
+    from lightning_zenflow.strategy import ZenFlowStrategy
+except ImportError as error:
+    raise internals.explained(error) from error
 
-__all__ = ["AutoTuner", "StallMonitor", "StepStats", "ZenFlowAdamW", "ZenFlowConfig", "ZenFlowStrategy"]
+__all__ = ["AutoTuner", "StallMonitor", "StepStats", "ZenFlowAdamW", "ZenFlowConfig", "ZenFlowStrategy", "__version__"]
 
 ZenFlowStrategy.register_strategies(StrategyRegistry)

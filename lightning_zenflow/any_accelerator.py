@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import functools
+import os
 import warnings
 
 import torch
@@ -23,9 +26,8 @@ class _AnyAcceleratorStrategy(DeepSpeedStrategy):
 
         Raises:
             RuntimeError: The accelerator is MPS, or another one than DeepSpeed has chosen.
-            ValueError: It cannot do the precision.
         """
-        check_accelerator(self.accelerator, self.precision_plugin.precision)
+        check_accelerator(self.accelerator)
         # Past DeepSpeedStrategy, which would refuse everything but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
 
@@ -36,9 +38,10 @@ class _AnyAcceleratorStrategy(DeepSpeedStrategy):
         warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", category=FutureWarning)
         with without_compiling():
             super()._init_deepspeed_distributed()
+        _keep_in_children()
         # Lightning does this for NCCL alone. A group of another backend that outlives Python may abort the exiting process.
         atexit.unregister(_destroy_process_group)
-        atexit.register(_destroy_process_group)
+        atexit.register(_destroy_process_group, os.getpid())
 
     def setup_distributed(self) -> None:
         if isinstance(self.accelerator, CUDAAccelerator):
@@ -64,6 +67,21 @@ class _AnyAcceleratorStrategy(DeepSpeedStrategy):
             super()._configure_launcher()
 
 
-def _destroy_process_group() -> None:
-    if torch.distributed.is_initialized():
+def _destroy_process_group(owner_pid: int) -> None:
+    # A forked child has none of the group's threads, and would wait for them.
+    if os.getpid() == owner_pid and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@functools.cache
+def _keep_in_children() -> None:
+    """Once a process: has forked children leave alone what belongs to threads that only the parent has."""
+    os.register_at_fork(after_in_child=_keep_process_groups)
+
+
+def _keep_process_groups() -> None:
+    """In a forked child: one reference more to all groups and stores, which a child that ends would wait for, or crash in."""
+    world = torch.distributed.distributed_c10d._world
+    for group, (_, store) in world.pg_map.items():
+        for kept in (group, store):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim.optimizer import Optimizer
 
-from lightning_zenflow.any_accelerator import _AnyAcceleratorStrategy
+from lightning_zenflow import rendezvous
+from lightning_zenflow.endings import EndingStrategy
 from lightning_zenflow.refusals import is_pruned
 from lightning_zenflow.signals import postponed
 from lightning_zenflow.stats import StepStats
@@ -27,7 +27,7 @@ _AVERAGED = "averaged_state_dict"
 """Where the weights of a `WeightAveraging` callback are stored, beside those that training goes on with."""
 
 
-class CheckpointingStrategy(_AnyAcceleratorStrategy):
+class CheckpointingStrategy(EndingStrategy):
     """Saves and loads what a strategy with ZenFlow's optimizer trains; the attributes are the strategy's."""
 
     _is_complete: bool
@@ -60,6 +60,7 @@ class CheckpointingStrategy(_AnyAcceleratorStrategy):
         """
         ends_with = self._exception_of_run()
         try:
+            self._refuse_alone(filepath)
             self._save(checkpoint, filepath, storage_options)
         except Exception as error:
             if ends_with is None:
@@ -69,13 +70,6 @@ class CheckpointingStrategy(_AnyAcceleratorStrategy):
                 category=RuntimeWarning,
                 stacklevel=2,
             )
-
-    def _exception_of_run(self) -> BaseException | None:
-        """What ends the run, as long as the Trainer tells its callbacks about it."""
-        trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
-        # It has no stage any more when the exception has left it.
-        is_told = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and trainer.state.stage
-        return sys.exc_info()[1] if is_told else None
 
     def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         from lightning_zenflow.zero.save import Saving
@@ -99,6 +93,20 @@ class CheckpointingStrategy(_AnyAcceleratorStrategy):
                 weights_only="optimizer_states" not in checkpoint,
                 with_partial_step=not self._batch_is_open,
                 exclude_frozen=self.exclude_frozen_parameters,
+            )
+
+    def _refuse_alone(self, filepath: Any) -> None:
+        """Raises if not all ranks save."""
+        from lightning_zenflow.checkpoint.errors import CheckpointError
+
+        if self._is_forked:
+            raise CheckpointError(
+                f"{os.fspath(filepath)!r} was not saved: this is a forked child of the process that trains. Save there."
+            )
+        if self._is_alone:
+            raise CheckpointError(
+                f"{os.fspath(filepath)!r} was not saved: not all ranks came within {rendezvous.MEETING_SECS:g} seconds to save"
+                " their parts, so one has failed or waits for this one. What was saved before is untouched."
             )
 
     def _refuse_save(self, target: Path) -> None:

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import numpy as np
+
+from lightning_zenflow.shown import shown
+
 AUTO_UPDATE_INTERVAL_STEPS = 4
 """Where `update_interval="auto"` begins, before anything is measured."""
 
@@ -18,6 +22,11 @@ MAX_UPDATE_INTERVAL_STEPS = 1000
 """More blocks than that only cost time: the host gets a message for each."""
 
 MAX_SELECT_INTERVAL_STEPS = 10**9
+
+MAX_WARM_UP_STEPS = 10**9
+
+MAX_CORES = 1 << 16
+"""Linux numbers far fewer."""
 
 
 def check_interval(name: str, value: Any, rule: str = "a whole number") -> None:
@@ -33,11 +42,22 @@ def check_interval(name: str, value: Any, rule: str = "a whole number") -> None:
         ValueError: It is out of range.
     """
     limit = MAX_UPDATE_INTERVAL_STEPS if name == "update_interval" else MAX_SELECT_INTERVAL_STEPS
-    message = f"`{name}` must be {rule}, got {value!r}. It counts steps, from 1 to {limit}."
+    message = f"`{name}` must be {rule}, got {shown(value)}. It counts steps, from 1 to {limit}."
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(message)
     if not 1 <= value <= limit:
         raise ValueError(message)
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as Python's; a list with a copy of its own."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +71,7 @@ class ZenFlowConfig:
 
     topk_ratio: float = 0.1
     """Share of each matrix's columns that live on the device and are updated there at every step, from 0 (none) to 1
-    (all). Costs 14 bytes of device memory per selected element."""
+    (all). Costs 14 bytes of device memory per selected element. With 0, what is said of selections has no use."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
     """Unit of `select_interval`: `step`, or `epoch` (length taken from the Trainer). `auto` leaves the choice to the
@@ -91,10 +111,11 @@ class ZenFlowConfig:
     """Show the device each deferred weight extrapolated along its last move, to the middle of the time it stays
     visible. The fp32 master is never extrapolated."""
 
-    interim_step: bool = True
-    """Let the device move deferred weights itself at each step, along the gradient, until the host's update arrives. Lets
-    high learning rates and long update intervals train as AdamW does. Costs a pass over the weights, and with several ranks
-    under ZeRO-1 and 2 the gathering of all weights that plain ZeRO has. Not done where weights lie in host memory."""
+    interim_step: bool = False
+    """Let the device move deferred weights itself at each step, along the gradient, until the host's update arrives, and give
+    second moments a share of the spread of gradients. For high learning rates and long update
+    intervals. Costs a pass over the weights, and with several ranks under ZeRO-1 and 2 the gathering of all weights
+    that plain ZeRO has. Not done where weights lie in host memory."""
 
     deferred_lr_scale: Literal["linear", "sqrt", "none"] = "linear"
     """Learning rate of one update that stands for n steps: the sum of their n rates (`linear`), that sum divided by
@@ -116,15 +137,18 @@ class ZenFlowConfig:
     """How long the trainer waits for the background process before it gives up with an error, in seconds."""
 
     def __post_init__(self) -> None:
+        for field in fields(self):  # numbers of NumPy are fine, but must not get into checkpoints and JSON
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         for name in ("topk_ratio", "auto_ratio", "pt_reserved_cores_perc", "stall_budget"):
             self._check_ratio(name)
         self._require("stall_budget", self.stall_budget > 0, "above 0", remedy="0.05 means five percent of a step.")
         for name in ("overlap_step", "offload", "look_ahead", "interim_step"):
-            self._require(name, isinstance(getattr(self, name), bool), "true or false", TypeError)
-        self._require("select_strategy", self.select_strategy in ("auto", "step", "epoch"), "auto, step or epoch")
-        self._require("deferred_lr_scale", self.deferred_lr_scale in ("linear", "sqrt", "none"), "linear, sqrt or none")
+            remedy = "Write true or false, without quotes."
+            self._require(name, isinstance(getattr(self, name), bool), "true or false", TypeError, remedy)
+        self._check_word("select_strategy", ("auto", "step", "epoch"), "It is the unit of `select_interval`.")
+        self._check_word("deferred_lr_scale", ("linear", "sqrt", "none"), "linear is what has been measured best.")
         remedy = "bf16 takes 4 bytes less per parameter; fp16 has too few exponents for a second moment."
-        self._require("moments_dtype", self.moments_dtype in ("fp32", "bf16"), "fp32 or bf16", remedy=remedy)
+        self._check_word("moments_dtype", ("fp32", "bf16"), remedy)
         for name in ("select_interval", "update_interval"):
             self._check_interval(name)
         self._check_count("full_warm_up_rounds")
@@ -136,39 +160,47 @@ class ZenFlowConfig:
     ) -> None:
         if not holds:
             hint = f" {remedy}" if remedy else ""
-            raise error(f"`{name}` must be {rule}, got {getattr(self, name)!r}.{hint}")
+            raise error(f"`{name}` must be {rule}, got {shown(getattr(self, name))}.{hint}")
+
+    def _check_word(self, name: str, words: tuple[str, ...], remedy: str) -> None:
+        value, rule = getattr(self, name), f"{', '.join(words[:-1])} or {words[-1]}"
+        self._require(name, isinstance(value, str) and value in words, rule, remedy=remedy)
 
     def _check_ratio(self, name: str) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        self._require(name, number, "a number from 0 to 1", TypeError)
-        self._require(name, 0 <= value <= 1, "a number from 0 to 1", remedy="0.1 means ten percent.")
+        value, remedy = getattr(self, name), "0.1 means ten percent."
+        self._require(name, _is_number(value), "a number from 0 to 1", TypeError, remedy)
+        self._require(name, 0 <= value <= 1, "a number from 0 to 1", remedy=remedy)
 
     def _check_interval(self, name: str) -> None:
-        if getattr(self, name) != "auto":
+        value = getattr(self, name)
+        if not isinstance(value, str) or value != "auto":
             check_interval(name, getattr(self, name), 'a whole number of at least 1, or "auto"')
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
-        rule = "a whole number of steps, 0 or more"
-        self._require(name, isinstance(value, int) and not isinstance(value, bool), rule, TypeError)
-        self._require(name, value >= 0, rule)
+        rule, remedy = f"a whole number of steps, from 0 to {MAX_WARM_UP_STEPS}", "0 means none."
+        self._require(name, isinstance(value, int) and not isinstance(value, bool), rule, TypeError, remedy)
+        self._require(name, 0 <= value <= MAX_WARM_UP_STEPS, rule, remedy=remedy)
 
     def _check_worker(self) -> None:
-        seconds = self.worker_timeout_secs
-        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        self._require("worker_timeout_secs", number, "a number of seconds above 0", TypeError)
-        self._require("worker_timeout_secs", 0 < seconds <= 1e6, "a number of seconds above 0, at most 1e6")
+        seconds, rule, remedy = self.worker_timeout_secs, "a number of seconds above 0, at most 1e6", "300 is usual."
+        self._require("worker_timeout_secs", _is_number(seconds), rule, TypeError, remedy)
+        self._require("worker_timeout_secs", 0 < seconds <= 1e6, rule, remedy=remedy)
         cores = self.worker_cores
         if cores is None:
             return
-        rule = "a list of different core numbers, 0 or more"
+        rule, remedy = (
+            "a list of different core numbers, 0 or more",
+            "For example [0, 1]; leave it out to have them chosen.",
+        )
         whole = isinstance(cores, (list, tuple)) and all(type(core) is int for core in cores)
-        self._require("worker_cores", whole, rule, TypeError)
-        self._require("worker_cores", len(cores) > 0 and min(cores) >= 0 and len(set(cores)) == len(cores), rule)
+        self._require("worker_cores", whole, rule, TypeError, remedy)
+        holds = len(cores) > 0 and 0 <= min(cores) <= max(cores) < MAX_CORES and len(set(cores)) == len(cores)
+        self._require("worker_cores", holds, rule, remedy=remedy)
 
     def _check_contradictions(self) -> None:
-        self._require("offload", not self.offload, "false (true is not supported yet)", NotImplementedError)
+        remedy = "Leave it out."
+        self._require("offload", not self.offload, "false (true is not supported yet)", NotImplementedError, remedy)
         automatic = self.select_strategy != "auto" or self.select_interval == "auto"
         self._require(
             "select_interval",
@@ -186,7 +218,9 @@ class ZenFlowConfig:
             ValueError: A key is unknown (the message names it and the closest known one), or a field is refused.
         """
         if not isinstance(settings, Mapping):
-            raise TypeError(f"`zenflow` must be a mapping of settings, got {settings!r}. Write `zenflow: {{...}}`.")
+            raise TypeError(
+                f"`zenflow` must be a mapping of settings, got {shown(settings)}. Write `zenflow: {{...}}`."
+            )
         known = [field.name for field in fields(cls)]
         for key in settings:
             if key == "steps_per_epoch":
@@ -194,9 +228,10 @@ class ZenFlowConfig:
                     "`zenflow.steps_per_epoch` must be left out: it comes from the Trainer. Remove the key."
                 )
             if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
+                name = key if isinstance(key, str) else shown(key)
+                close = difflib.get_close_matches(name, known, n=1)
                 hint = f"Did you mean `{close[0]}`?" if close else f"Known keys: {', '.join(known)}."
-                raise ValueError(f"`zenflow` has no key `{key}`. {hint}")
+                raise ValueError(f"`zenflow` has no key `{name}`. {hint}")
         return cls(**settings)
 
     @property

@@ -5,15 +5,17 @@ Plain dicts in, plain dicts out; DeepSpeed itself is not needed here.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
+
+from lightning_zenflow import ds_shape
+from lightning_zenflow.shown import shown
 
 # Path of a key in the config, the values that are fine besides leaving it out, and why others are not.
 _REFUSED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (
         ("zero_optimization", "offload_optimizer", "device"),
-        ("cpu", "none", None),
+        ("cpu", "none"),
         "ZenFlow keeps its state in host memory",
     ),
     (("zero_optimization", "offload_optimizer", "ratio"), (1, 1.0), "ZenFlow decides itself what stays on the device"),
@@ -32,17 +34,19 @@ _REFUSED: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("hybrid_engine", "enabled"), (False,), "it is not supported"),
     (("sequence_parallel_size",), (1,), "sequence parallelism is not supported"),
     (("compile", "deepcompile"), (False,), "it would replace what ZeRO does during backward"),
+    (("zero_force_ds_cpu_optimizer",), (False,), "it brings its own optimizer"),
+    (("zero_allow_untested_optimizer",), (True,), "it brings its own optimizer"),
 )
 
 # The same for stages 1 and 2, which keep all weights on every rank, and for stage 3.
 _REFUSED_IN_STAGES_1_AND_2: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
-    (("zero_optimization", "offload_param", "device"), ("none", None), "parameters are offloaded by ZeRO-3 only"),
+    (("zero_optimization", "offload_param", "device"), ("none",), "parameters are offloaded by ZeRO-3 only"),
     (("zero_optimization", "cpu_offload_param"), (False, None), "parameters are offloaded by ZeRO-3 only"),
     (("zero_optimization", "cpu_offload_params"), (False, None), "parameters are offloaded by ZeRO-3 only"),
     (("zero_optimization", "zero_hpz_partition_size"), (1,), "it belongs to ZeRO-3"),
 )
 _REFUSED_IN_STAGE_3: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
-    (("zero_optimization", "offload_param", "device"), ("cpu", "none", None), "NVMe is not supported"),
+    (("zero_optimization", "offload_param", "device"), ("cpu", "none"), "NVMe is not supported"),
     (("zero_optimization", "cpu_offload_param"), (False, None), 'write "offload_param": {"device": "cpu"}'),
     (("zero_optimization", "cpu_offload_params"), (False, None), 'write "offload_param": {"device": "cpu"}'),
 )
@@ -54,9 +58,10 @@ def take_zenflow_block(config: Mapping[str, Any]) -> tuple[dict[str, Any], Mappi
     DeepSpeed must not see the block, since its own ZenFlow would start.
 
     Raises:
+        TypeError: A key of the config is no string.
         ValueError: The block stands outside `"zero_optimization"`, where DeepSpeed would not read it either.
     """
-    own = copy.deepcopy(dict(config))
+    own = ds_shape.own_copy(config)
     if "zenflow" in own:
         raise ValueError('`zenflow` must be inside "zero_optimization" in the DeepSpeed config. Move the block there.')
     zero = own.get("zero_optimization")
@@ -76,13 +81,18 @@ def drop_auto(config: dict[str, Any]) -> None:
         "gradient_accumulation_steps",
         "gradient_clipping",
     ):
-        if config.get(key) == "auto":
+        if isinstance(config.get(key), str) and config[key] == "auto":
             del config[key]
+    if "bfloat16" in config:  # an older name, which DeepSpeed still reads
+        if "bf16" in config:
+            raise ValueError("`bfloat16` must be left out beside `bf16` in the DeepSpeed config, got both. Remove it.")
+        config["bf16"] = config.pop("bfloat16")
     for key in ("fp16", "bf16"):
         if _look_up(config, (key, "enabled"), default=None) == "auto":
-            del config[key]
+            del config[key]["enabled"]
     for block in ("optimizer", "scheduler"):
-        for name, value in (_look_up(config, (block, "params"), default=None) or {}).items():
+        params = _look_up(config, (block, "params"), default=None)
+        for name, value in params.items() if isinstance(params, Mapping) else ():
             if value == "auto":
                 raise ValueError(
                     f'`{block}.params.{name}` must be a value in the DeepSpeed config, got "auto". Write the value, or'
@@ -111,13 +121,40 @@ def check_against_trainer(config: Mapping[str, Any], precision: Any, gradient_cl
             )
 
 
-def check_batch_size(config: Mapping[str, Any], train_batch_size: int | None, accumulate: int, ranks: int) -> None:
-    """Compares DeepSpeed's global batch size with the one that data loader, Trainer and ranks make.
+def settle_precision(config: dict[str, Any], precision: Any) -> None:
+    """Where `fp16` or `bf16` do not say whether they hold, the Trainer's precision does."""
+    for key, prefix in (("fp16", "16-"), ("bf16", "bf16-")):
+        if key in config:
+            config[key].setdefault("enabled", str(precision).startswith(prefix))
+
+
+def check_batch_size(
+    config: Mapping[str, Any],
+    accumulate: int,
+    ranks: int,
+    *,
+    train_batch_size: int | None = None,
+    accumulation_steps: int | None = None,
+) -> None:
+    """Compares DeepSpeed's batch sizes with those that its batch of one rank, Trainer and ranks make.
+
+    Args:
+        config: With `train_micro_batch_size_per_gpu`.
+        accumulate: The Trainer's `accumulate_grad_batches`.
+        ranks: Number of them.
+        train_batch_size: As it was in the config.
+        accumulation_steps: `gradient_accumulation_steps` as it was in the config.
 
     Raises:
         ValueError: They differ.
     """
     micro = config["train_micro_batch_size_per_gpu"]
+    if accumulation_steps not in (None, accumulate):
+        raise ValueError(
+            f"`accumulate_grad_batches` must agree with the DeepSpeed config, got {accumulate} and"
+            f" `gradient_accumulation_steps`={accumulation_steps}. Set Trainer(accumulate_grad_batches={accumulation_steps}),"
+            " or remove the key."
+        )
     total = micro * accumulate * ranks
     if train_batch_size not in (None, total):
         raise ValueError(
@@ -126,34 +163,42 @@ def check_batch_size(config: Mapping[str, Any], train_batch_size: int | None, ac
         )
 
 
-def complete(config: dict[str, Any]) -> None:
-    """Checks a DeepSpeed config (without its `"zenflow"` block) and adds, in place, what ZenFlow needs.
+def refuse(config: Mapping[str, Any]) -> None:
+    """Checks a DeepSpeed config, without its `"zenflow"` block.
 
     Raises:
-        ValueError: A key contradicts ZenFlow.
+        TypeError: A value has the wrong type.
+        ValueError: A key contradicts ZenFlow, or a value is out of range.
     """
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         raise ValueError(
-            f'`zero_optimization` must be a mapping with "stage" 1, 2 or 3, got {zero!r}. ZenFlow is part of ZeRO.'
+            f'`zero_optimization` must be a mapping with "stage" 1, 2 or 3, got {shown(zero)}. ZenFlow is part of ZeRO.'
         )
     stage = zero.get("stage", 2)
-    if stage not in (1, 2, 3) or isinstance(stage, bool):
-        raise ValueError(f"`stage` must be 1, 2 or 3, got {stage!r}. ZenFlow is part of ZeRO.")
+    if not isinstance(stage, int) or stage not in (1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(f"`stage` must be 1, 2 or 3, got {shown(stage)}. ZenFlow is part of ZeRO.")
+    ds_shape.refuse_shape(config)
     of_stage = _REFUSED_IN_STAGE_3 if stage == 3 else _REFUSED_IN_STAGES_1_AND_2
-    offload = zero.get("offload_param")
-    if offload is not None and not isinstance(offload, Mapping):
-        raise ValueError(
-            f'`zero_optimization.offload_param` must be a mapping, got {offload!r}. Write "offload_param": {{"device": "cpu"}}.'
-        )
     for path, allowed, reason in (*_REFUSED, *of_stage):
         value = _look_up(config, path, default=allowed[0])
         if not any(value is good or value == good for good in allowed):
             raise ValueError(
-                f"`{'.'.join(path)}` must be {' or '.join(map(repr, allowed))} with ZenFlow, got {value!r}: {reason}."
+                f"`{'.'.join(path)}` must be {' or '.join(map(repr, allowed))} with ZenFlow, got {shown(value)}: {reason}."
                 " Change or remove the key."
             )
-    zero["stage"] = stage
+
+
+def complete(config: dict[str, Any]) -> None:
+    """Checks a DeepSpeed config as `refuse` does, and adds, in place, what ZenFlow needs.
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A key contradicts ZenFlow, or a value is out of range.
+    """
+    refuse(config)
+    zero = config["zero_optimization"]
+    zero.setdefault("stage", 2)
     for deprecated in ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory"):
         zero.pop(deprecated, None)  # older names, which DeepSpeed refuses beside the new one
     # The arena page-locks its own exchange region; DeepSpeed's buffers are given up right after start.
@@ -169,35 +214,3 @@ def _look_up(config: Mapping[str, Any], path: tuple[str, ...], default: Any) -> 
             return default
         value = value[key]
     return value
-
-
-def optimizer_settings(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `ZenFlowAdamW` from a DeepSpeed `"optimizer"` block.
-
-    Raises:
-        ValueError: The type, or a parameter of it, is not supported.
-    """
-    kind, params = str(block.get("type", "")), dict(block.get("params", {}))
-    if kind.lower() not in ("adam", "adamw"):
-        raise ValueError(
-            f'`optimizer.type` must be "Adam" or "AdamW" with ZenFlow, got {kind!r}. Change the DeepSpeed config.'
-        )
-    # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode says otherwise, and only torch's AdamW decays by default.
-    decoupled = params.pop("adam_w_mode", True) or kind.lower() == "adamw"
-    default_decay = 0.01 if params.pop("torch_adam", False) and decoupled else 0.0
-    params.pop("foreach", None)  # changes torch's speed, not its maths
-    settings: dict[str, Any] = {
-        "decoupled_weight_decay": bool(decoupled),
-        "weight_decay": params.pop("weight_decay", default_decay),
-    }
-    for flag, value in (("amsgrad", False), ("bias_correction", True), ("fp32_optimizer_states", True)):
-        if bool(params.pop(flag, value)) != value:
-            raise ValueError(f"`optimizer.params.{flag}` must be {value} with ZenFlow. Remove the key.")
-    for name in ("lr", "betas", "eps"):
-        if name in params:
-            settings[name] = tuple(params.pop(name)) if name == "betas" else params.pop(name)
-    if params:
-        raise ValueError(
-            f"`optimizer.params` has unknown key `{next(iter(params))}`. Remove it from the DeepSpeed config."
-        )
-    return settings

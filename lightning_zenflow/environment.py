@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core_shares import Share
+from lightning_zenflow.forked_threads import threads_are_lost
 from lightning_zenflow.offload.affinity import worker_cores
 
 
-def check_accelerator(accelerator: Any, precision: Any) -> None:
-    """Compares Lightning's accelerator with DeepSpeed's, and asks whether it can do `Trainer(precision=...)`.
+def check_accelerator(accelerator: Any) -> None:
+    """Compares Lightning's accelerator with DeepSpeed's.
 
     Raises:
         RuntimeError: It is MPS, or another one than DeepSpeed has chosen.
-        ValueError: It computes nothing in fp16, as most CPUs.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -33,21 +35,23 @@ def check_accelerator(accelerator: Any, precision: Any) -> None:
             f"`accelerator` must be the one that DeepSpeed uses, got {wanted!r} while DeepSpeed has chosen {name!r}. Set"
             f" the environment variable DS_ACCELERATOR={wanted} before the program starts."
         )
-    if str(precision).startswith("16") and not get_accelerator().is_fp16_supported():
-        raise ValueError(
-            f"`precision` must be '32-true', 'bf16-mixed' or 'bf16-true' on this {name}, got {precision!r}, for which it has no"
-            " instructions. bf16 needs no loss scaling and works everywhere."
-        )
 
 
-def cores_of_worker(config: ZenFlowConfig, local_rank: int, local_ranks: int) -> list[int]:
+def cores_of_worker(config: ZenFlowConfig, local_rank: int, local_ranks: int, share: Share | None = None) -> list[int]:
     """Cores of this rank's background process; empty for no pinning.
+
+    Args:
+        config: May name the cores, or the share of them that stays with PyTorch.
+        local_rank: Number of this rank on this machine.
+        local_ranks: Ranks on this machine.
+        share: Its place among those that divide the same cores, if these are not all ranks of the machine.
 
     Raises:
         ValueError: `worker_cores` is given with several ranks on a machine.
     """
     if config.worker_cores is None:
-        return worker_cores(os.sched_getaffinity(0), config.pt_reserved_cores_perc, local_rank, local_ranks)
+        rank, ranks = share or (local_rank, local_ranks)
+        return worker_cores(os.sched_getaffinity(0), config.pt_reserved_cores_perc, rank, ranks)
     if local_ranks > 1:
         raise ValueError(
             f"`worker_cores` must be left out with {local_ranks} ranks on a machine, got {config.worker_cores}. Set"
@@ -66,13 +70,24 @@ class TorchThreads:
     def __init__(self) -> None:
         self._before: int | None = None
 
-    def limit(self, cores_of_one_worker: int, local_ranks: int) -> None:
-        """Leaves the workers' cores to them, and shares the others between the ranks of this machine."""
+    def limit(self, cores_of_one_worker: int, ranks: int) -> None:
+        """Leaves the workers' cores to them, and shares the others between the ranks that may use the same cores."""
         if "OMP_NUM_THREADS" in os.environ:
             return
         self._before = torch.get_num_threads()
-        reserved = len(os.sched_getaffinity(0)) - local_ranks * cores_of_one_worker
-        torch.set_num_threads(max(1, min(self._before, reserved // local_ranks)))
+        reserved = len(os.sched_getaffinity(0)) - ranks * cores_of_one_worker
+        torch.set_num_threads(max(1, min(self._before, reserved // ranks)))
+
+    def make_do(self) -> None:
+        """Computes with one thread from now on if this process was forked from one that had more, which it has lost."""
+        if threads_are_lost():
+            torch.set_num_threads(1)
+            rank_zero_warn(
+                "This process was forked from one in which PyTorch had computed with several threads, and can use one alone:"
+                " it would wait for the others for ever. Start it with multiprocessing's 'spawn' instead, or compute nothing"
+                " before the fork.",
+                category=RuntimeWarning,
+            )
 
     def restore(self) -> None:
         """Gives PyTorch the threads that it had. Safe to call again."""

@@ -9,7 +9,7 @@ once, by what it knows without any state for each element::
 `rms` is the root of the mean square of the matrix's gradients, a moving average over the steps before; `1 - beta1**delay`
 is how much of a gradient AdamW's first moment has let through in the time that the update takes on average. The look-ahead,
 which goes on along the last move, fades by `beta1**delay` in turn. The master never sees any of it: the next update of the
-block overwrites the device's copy. Neither in the paper nor in DeepSpeed; `examples/accuracy.md` has what it does.
+block overwrites the device's copy.
 """
 
 from __future__ import annotations
@@ -54,24 +54,22 @@ class InterimStep:
         self.mean_squares = torch.zeros_like(self._numels)
         self.observed_steps = 0
         self.is_due = False
-        self._factors: Sequence[Tensor] | None = None
+        self._inverse_rms: Sequence[Tensor] = ()
+        self._rates: list[float] | None = None
 
     def open(self, plan: StepPlan) -> None:
-        """Begins the step of `plan`."""
+        """Begins the step of `plan`, before its forward, on the stream that those of gradients wait for."""
         self.is_due = plan.interim and self.observed_steps > 0
-        self._delay_steps = plan.delay_steps
-        self._factors = None
+        self._delay_steps, self._rates = plan.delay_steps, None
+        if self.is_due:
+            rms = (self.mean_squares / (1 - DECAY**self.observed_steps)).sqrt()
+            # A matrix without any gradient so far stays where it is.
+            self._inverse_rms = torch.where(rms > 0, 1 / rms, torch.zeros_like(rms)).unbind()
 
     def begin(self, groups: Sequence[Hyper], loss_scale: float) -> None:
-        """Before the first gradient of a step: what a gradient has to be multiplied with, for each parameter."""
-        if not self.is_due or self._factors is not None:
-            return
-        shares = [-group.lr * (1 - group.beta1**self._delay_steps) for group in groups]
-        wanted = torch.tensor([shares[spec.group] for spec in self._table.params], dtype=torch.float32)
-        rms = (self.mean_squares / (1 - DECAY**self.observed_steps)).sqrt()
-        factors = wanted.to(self._device) / (rms * loss_scale)
-        # A matrix without any gradient so far stays where it is.
-        self._factors = torch.where(rms > 0, factors, torch.zeros_like(factors)).unbind()
+        """With the first gradient of a step: how far each group's weights go."""
+        if self.is_due and self._rates is None:
+            self._rates = [group.lr * (1 - group.beta1**self._delay_steps) / loss_scale for group in groups]
 
     def move(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
         """Elements `start` to `stop` of the shard, by a gradient that arrives during backward, still times the loss scale.
@@ -79,7 +77,7 @@ class InterimStep:
         `grad` is flat `[stop - start]` on the device. Nobody reads these weights any more in this backward: autograd has
         finished their gradient.
         """
-        if self._factors is not None and segment.spec.is_matrix:
+        if self._rates is not None and segment.spec.is_matrix:
             self._add(segment, start, stop, grad)
 
     def move_again(self, start: int, stop: int, slot: Tensor) -> None:
@@ -87,7 +85,7 @@ class InterimStep:
 
         `slot` is the host's, flat `[shard numel]`; it must not be overwritten before `Transfers.wait_to_device(SLOT)`.
         """
-        if self._factors is None:
+        if self._rates is None:
             return
         segments = self._table.segments
         for segment in segments[max(0, bisect_right(self._starts, start) - 1) : bisect_left(self._starts, stop)]:
@@ -98,9 +96,10 @@ class InterimStep:
                     self._add(segment, at, end, self._transfers.fetch(slot[at:end], self._device, buffer=SLOT))
 
     def _add(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
-        assert self._factors is not None
+        assert self._rates is not None
+        inverse_rms, rate = self._inverse_rms[segment.param], self._rates[segment.spec.group]
         for offset, weights in self._weights.ranges(start, stop):
-            weights.addcmul_(grad[offset : offset + weights.numel()], self._factors[segment.param])
+            weights.addcmul_(grad[offset : offset + weights.numel()], inverse_rms, value=-rate)
 
     def observe(self, squares: Tensor, loss_scale: float) -> None:
         """After an applied step: sums of squares of its gradient over all ranks, fp32 `[parameters]` on the device."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_zenflow.pickled import HOOKS, Copies
+
 
 class ModuleGuard:
     """Remembers the module as it was before DeepSpeed took it over.
@@ -18,7 +20,16 @@ class ModuleGuard:
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self._own_attributes = [(param, set(vars(param))) for param in module.parameters()]
         self._module = module
-        self._own_hooks = module._forward_pre_hooks.keys() | module._forward_hooks.keys()
+        self._own_hooks = {key for name in HOOKS for key in getattr(module, name)}
+        self._copies: Copies | None = None
+
+    def let_copy(self, engine: Any) -> None:
+        """Has the module be pickled and copied without what DeepSpeed has added, until `release`.
+
+        Args:
+            engine: DeepSpeed's, just built.
+        """
+        self._copies = Copies(engine, self._own_hooks, self._own_attributes)
 
     def refuse_unfrozen(self) -> None:
         """Raises if a parameter was unfrozen since.
@@ -44,6 +55,8 @@ class ModuleGuard:
         """
         from lightning_zenflow.zero.release import release_cut
 
+        if self._copies is not None:
+            self._copies.end()
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
         engine.destroy()

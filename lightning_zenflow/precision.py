@@ -39,6 +39,25 @@ class ZenFlowPrecision(DeepSpeedPrecision):
         zero.clip_grad = float(clip_val)
 
 
+def refuse_16_bits(precision: Any) -> None:
+    """Raises where the accelerator has no numbers of this precision, as many CPUs have no fp16.
+
+    Raises:
+        ValueError: The message names the precision, and one that works.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    kinds = (("16-", "fp16", accelerator.is_fp16_supported), ("bf16-", "bf16", accelerator.is_bf16_supported))
+    for prefix, name, is_supported in kinds:
+        if str(precision).startswith(prefix) and not is_supported():
+            others = {"16-": "'bf16-mixed' or '32-true'", "bf16-": "'16-mixed' or '32-true'"}[prefix]
+            raise ValueError(
+                f"`precision` must be one that the accelerator has, got {precision!r} on {accelerator.device_name()!r}, which"
+                f" DeepSpeed says has no {name}. Set Trainer(precision=...) to {others}."
+            )
+
+
 def refuse_precision(plugin: Any) -> None:
     """Raises if a plugin of the user's would clip nothing, or go backward past ZeRO.
 

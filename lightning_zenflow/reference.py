@@ -260,7 +260,7 @@ class ZenFlowReference:
             for sums, settings in zip(self._lr_sums, self.groups, strict=True):
                 sums[:] = [lr_sum + settings["lr"] for lr_sum in sums]
             clipped = {name: clip_factor * gradient for name, gradient in gradients.items()}
-            for state, updated, before in self._update_block(plan.block, clipped):
+            for state, updated, before in self._update_block(plan.block, clipped if plan.delay_steps else None):
                 # what the device will see = w + beta1**delay * alpha * (w - w_before); the master stays w
                 fade = self.groups[state.group]["betas"][0] ** plan.delay_steps
                 shown = state.master + fade * plan.look_ahead * (state.master - before)
@@ -344,7 +344,7 @@ class ZenFlowReference:
     def _update_block(
         self, block: int, last: Mapping[str, Tensor] | None = None
     ) -> list[tuple[ParameterState, Tensor, Tensor]]:
-        """One AdamW step for the n >= 1 steps that `block` holds; `last` is the gradient of the last one, if it is at hand.
+        """One AdamW step for the n >= 1 steps that `block` holds; `last` is the gradient of the last one, if its spread counts.
 
         Returns:
             For each parameter: its state, which elements were updated (bool), and the masters before (fp32).

@@ -90,6 +90,13 @@ class SelectedState:
                 packed = host_layout.rounded(packed, clock, number)
             host_layout.unpack(packed, piece_view(theirs))
 
+    def give_back(self, *, keep_moments: bool) -> None:
+        """After the last update: returns the device's memory. Both moments stay, on the CPU, if somebody will ask for them."""
+        self.weight = self.wire = torch.empty(0)
+        self.exp_avg, self.exp_avg_sq = (
+            moment.cpu() if keep_moments else torch.empty(0) for moment in (self.exp_avg, self.exp_avg_sq)
+        )
+
     def moments(self) -> tuple[Tensor, Tensor]:
         """Both moments, packed fp32 `[numel]`."""
         return self.exp_avg, self.exp_avg_sq

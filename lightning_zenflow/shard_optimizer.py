@@ -57,6 +57,7 @@ class ShardOptimizer:
         inbox: Where gradients arrive.
         interim: What the device does to deferred weights until the host's update arrives.
         host: The background process.
+        has_whole_gradient: Whether the gradient of a step is complete and waits for it: from the end of the last backward on.
         stats: Figures of the last step.
     """
 
@@ -80,6 +81,7 @@ class ShardOptimizer:
         self._sum_over_ranks = sum_over_ranks
         self._transfers, self._device = transfers or Transfers(), device
         self.clock = 0
+        self.has_whole_gradient = False
         self.stats = StepStats()
         self._timeline = Timeline()
         self._figures: dict[str, Any] = {}
@@ -114,6 +116,7 @@ class ShardOptimizer:
 
     def drop_gradients(self) -> None:
         """Forgets the gradients received since the last step."""
+        self.has_whole_gradient = False
         if not self.inbox.has_gradients:
             return
         self._transfers.wait_to_host()  # a late copy must not land on top of a gradient that comes next
@@ -156,6 +159,7 @@ class ShardOptimizer:
         self._timeline.fill("forward and backward", self._step_started, start_secs)
         with self._timeline("gradient norm"):
             norm = self.grad_norm(loss_scale)
+        self.has_whole_gradient = False
         self._blocks.begin_step()
         if not math.isfinite(norm):  # all ranks see the same sum, so all of them skip
             self._figures = {"grad_norm": norm, "grad_norm_clipped": math.nan}
@@ -365,8 +369,9 @@ class ShardOptimizer:
         return settled
 
     def retire(self) -> None:
-        """Ends the background process; the host's masters and moments, complete, stay until `close`."""
+        """Ends the background process; the host's masters and moments, complete, stay until `close`, and no other state."""
         self.complete_host_state()
+        self.selected.give_back(keep_moments=self.host.arena.layout.moments_dtype != torch.float32)
         self.host.retire()
 
     def finish_step(self, *, applied: bool) -> None:
@@ -409,6 +414,7 @@ class ShardOptimizer:
         """Ends the background process and gives its memory back. Safe to call again; nothing else may be called then."""
         for name in ("inbox", "_host_state"):  # their views would keep the memory mapped
             self.__dict__.pop(name, None)
+        self.selected.give_back(keep_moments=False)
         self.host.close()
 
 

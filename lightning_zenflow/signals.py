@@ -4,71 +4,84 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-_POSTPONED = tuple(
+POSTPONED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
 """What people and schedulers stop a training with, or ask it for a checkpoint."""
 
+ASKING = tuple(number for number in POSTPONED if number != signal.SIGINT)
+"""Those that nobody waits for at a terminal."""
 
-class _Postponed:
-    """Handlers put aside, and the signals that came meanwhile."""
+
+class Hold:
+    """Handlers put aside, and the signals that came meanwhile.
+
+    Only handlers that are Python functions: a signal that ends the process still ends it at once. Only in the main thread,
+    where Python runs handlers. What another hold has put aside already stays with that one.
+    """
 
     def __init__(self) -> None:
-        self.handlers = {number: signal.getsignal(number) for number in _POSTPONED}
-        self.arrived: list[int] = []
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._arrived: list[int] = []
+
+    def hold(self, numbers: Collection[int] = POSTPONED) -> None:
+        """From now on these signals wait as well, until `release`. One that comes a second time does not."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in numbers:
+            handler = signal.getsignal(number)
+            if callable(handler) and not isinstance(handler, Hold):
+                self._handlers[number] = handler
+                signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if number in self.arrived:
+        if number in self._arrived:
             # Asked a second time: whoever waits for a host that hangs gets out, if with a step in pieces.
-            self.arrived.remove(number)
-            self.hand_over(number, frame)
-        self.arrived.append(number)
+            self._arrived.remove(number)
+            self._handlers[number](number, frame)
+        self._arrived.append(number)
 
-    def hand_over_all(self) -> None:
-        if self.arrived:
-            try:
-                self.hand_over(self.arrived.pop(0))
-            finally:  # Ctrl-C raises, and the others are heard all the same
-                self.hand_over_all()
+    def forget(self, number: int) -> None:
+        """Drops a signal that has come."""
+        self._arrived = [other for other in self._arrived if other != number]
 
-    def hand_over(self, number: int, frame: FrameType | None = None) -> None:
-        handler = self.handlers[number]
-        if callable(handler):
-            handler(number, frame)
+    def release(self) -> None:
+        """Puts the handlers back and runs those of the signals that have come, in order. Idempotent."""
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) is self:  # else somebody has set one of their own meanwhile
+                signal.signal(number, handler)
+        handlers, self._handlers = self._handlers, {}
+        arrived, self._arrived = self._arrived, []
+        _run_all([(handlers[number], number) for number in arrived])
 
 
-_active: _Postponed | None = None
+def _run_all(calls: list[tuple[Callable[[int, FrameType | None], Any], int]]) -> None:
+    if calls:
+        (handler, number), *others = calls
+        try:
+            handler(number, None)
+        finally:  # Ctrl-C raises, and the others are heard all the same
+            _run_all(others)
 
 
 @contextmanager
 def postponed() -> Iterator[None]:
     """Handlers of Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 run after the block, in the order of arrival.
 
-    Only those that are Python functions: a signal that ends the process still ends it at once. One that comes a second time
-    does not wait. If the block raises, that error is the one that is shown: a Ctrl-C that waited is dropped. In a thread
-    that is not the main one, and within another such block, this does nothing: Python runs handlers in the main thread.
+    As `Hold` says. If the block raises, that error is the one that is shown: a Ctrl-C that waited is dropped.
     """
-    global _active
-    if _active is not None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _active = waiting = _Postponed()
+    waiting = Hold()
     try:
-        for number, handler in waiting.handlers.items():
-            if callable(handler):
-                signal.signal(number, waiting)
+        waiting.hold()
         try:
             yield
         except BaseException:
-            waiting.arrived = [number for number in waiting.arrived if number != signal.SIGINT]
+            waiting.forget(signal.SIGINT)
             raise
     finally:
-        _active = None
-        for number, handler in waiting.handlers.items():
-            if callable(handler):
-                signal.signal(number, handler)
-        waiting.hand_over_all()
+        waiting.release()

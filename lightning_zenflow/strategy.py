@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,25 +17,30 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies.strategy import TBroadcast  # noqa: F401  (resolves the base class's annotations)
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from lightning_zenflow import arguments, ds_config
-from lightning_zenflow.checkpointing import CheckpointingStrategy
-from lightning_zenflow.config import ZenFlowConfig, check_interval
+from lightning_zenflow import arguments, ds_config, internals
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core_shares import share_of_cores
+from lightning_zenflow.ds_blocks import optimizer_settings
+from lightning_zenflow.ds_values import refuse_values
 from lightning_zenflow.environment import TorchThreads, cores_of_worker
+from lightning_zenflow.intervals import IntervalsStrategy
 from lightning_zenflow.module_guard import ModuleGuard
-from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_precision
+from lightning_zenflow.precision import CLIP_BY_VALUE_MESSAGE, ZenFlowPrecision, refuse_16_bits, refuse_precision
 from lightning_zenflow.refusals import refuse_callbacks, refuse_for_stage, refuse_unsupported
+from lightning_zenflow.signals import ASKING, Hold
 from lightning_zenflow.stats import RunFacts, StepStats
+from lightning_zenflow.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from lightning_zenflow.callbacks import AutoTuner
     from lightning_zenflow.zero.adapter import ZenFlowZero
 
 
-class ZenFlowStrategy(CheckpointingStrategy):
+class ZenFlowStrategy(IntervalsStrategy):
     """Trains with ZeRO stage 1, 2 or 3 and the optimizer state in host memory, without waiting for the host.
 
     Use it as `Trainer(strategy="zenflow")` after `import lightning_zenflow`, or make one with settings. The module's own
@@ -52,12 +57,19 @@ class ZenFlowStrategy(CheckpointingStrategy):
     Args:
         zenflow: Settings of the algorithm; a mapping with the same keys is fine too.
         stage: ZeRO stage, 1, 2 or 3. `None` is 2, or the stage of `config`.
-        **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict, a path, or the environment variable
-            `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside `"zero_optimization"`.
+        **kwargs: Arguments of Lightning's `DeepSpeedStrategy`. `config` (a dict or a path; without it, the path in the
+            environment variable `PL_DEEPSPEED_CONFIG_PATH`) may hold DeepSpeed's `"zenflow"` block inside
+            `"zero_optimization"`. What it says must agree with the Trainer; `"auto"` leaves it to the Trainer. Only logs show
+            its `"train_micro_batch_size_per_gpu"`. Its
+            `"optimizer"` block stands for the module's `configure_optimizers`, which is not asked then. Offloading the
+            optimizer is a matter of course: of `"offload_optimizer"` nothing but `"device": "cpu"` has a use. Keys that
+            begin with `_` are comments.
 
     Raises:
-        ValueError: A setting is out of range, or two contradict each other; the message names them.
+        TypeError: A setting has the wrong type; the message names it.
+        ValueError: A setting is out of range, unknown, or two contradict each other; the message names them.
         NotImplementedError: A setting is known but not supported yet.
+        ImportError: DeepSpeed, Lightning or PyTorch has a version that is not supported.
     """
 
     strategy_name = "zenflow"
@@ -68,6 +80,7 @@ class ZenFlowStrategy(CheckpointingStrategy):
         stage: int | None = None,
         **kwargs: Any,
     ) -> None:
+        internals.check()
         given = zenflow if isinstance(zenflow, ZenFlowConfig) else ZenFlowConfig.from_mapping(zenflow)
         changed = arguments.without_defaults(kwargs)
         arguments.refuse(stage, changed)
@@ -80,6 +93,10 @@ class ZenFlowStrategy(CheckpointingStrategy):
         self._merge_stage(stage)
         self.zenflow = arguments.merge_zenflow(given, self._zenflow_block)
         arguments.refuse_without_stage_3(changed, self.config)
+        ds_config.refuse(self.config)
+        if "optimizer" in self.config:
+            optimizer_settings(self.config["optimizer"])
+        refuse_values(self.config)
         ds_config.complete(self.config)
         self._settle_first = _SettleFirst()
         self._auto_tuner: AutoTuner | None = None
@@ -89,53 +106,9 @@ class ZenFlowStrategy(CheckpointingStrategy):
     def _begin_run(self) -> None:
         self._skipped_steps_logged = 0
         self._step_is_open = self._batch_is_open = False
+        self._held = Hold()
         self._has_ended = self._is_complete = self._loads_whole_file = False
         self._guard: ModuleGuard | None = None
-
-    # -- settings ---------------------------------------------------------------------------------------------------
-
-    def _load_config(self, config: Any) -> dict[str, Any] | None:
-        """The DeepSpeed config as a copy of its own, without the `"zenflow"` block, which is kept aside."""
-        loaded = super()._load_config(config)
-        if loaded is None:
-            return None
-        loaded, self._zenflow_block = ds_config.take_zenflow_block(loaded)
-        ds_config.drop_auto(loaded)
-        return loaded
-
-    def _merge_stage(self, stage: int | None) -> None:
-        zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
-        if stage is not None and isinstance(zero, dict) and zero.setdefault("stage", stage) != stage:
-            raise ValueError(
-                f"`stage` must agree with the DeepSpeed config, got stage={stage} and `zero_optimization.stage`="
-                f"{zero['stage']}. Give one of them."
-            )
-
-    def _format_config(self) -> None:
-        assert isinstance(self.config, dict) and self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        ds_config.check_against_trainer(self.config, self.precision_plugin.precision, trainer.gradient_clip_val)
-        # The Trainer's own limit comes with each step, through `ZenFlowPrecision`.
-        self.config.setdefault("gradient_clipping", 0.0)
-        batch_size = self.config.pop("train_batch_size", None)
-        super()._format_config()
-        if trainer.state.fn == TrainerFn.FITTING:
-            ds_config.check_batch_size(self.config, batch_size, trainer.accumulate_grad_batches, self.world_size)
-        if trainer.accumulate_grad_batches > 1 and self.config["zero_optimization"]["stage"] == 1:
-            # ZeRO-1 lets autograd sum micro-batches, in the model's dtype if not told otherwise.
-            self.config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-        # Lightning scales the loss and says when to step; DeepSpeed would do both a second time.
-        self.config["gradient_accumulation_steps"] = 1
-
-    def _auto_select_batch_size(self) -> int:
-        """Of the training data, which only logs show, and which a data module may not have when nothing is trained."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return 1
-        try:
-            return super()._auto_select_batch_size()
-        except AttributeError:  # a batch sampler does not have to know its batch size, which only logs show
-            return 1
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -143,19 +116,27 @@ class ZenFlowStrategy(CheckpointingStrategy):
         trainer: Any = self.lightning_module._trainer if self.lightning_module is not None else None
         if trainer is not None:
             refuse_precision(self.precision_plugin)
+            refuse_16_bits(self.precision_plugin.precision)
             if trainer.state.fn == TrainerFn.FITTING:  # before the `setup` of callbacks, which may make whole models
                 refuse_callbacks(trainer, is_stage_3=self.zero_stage_3)
+        self._threads.make_do()
         super().setup_environment()
 
-    def setup(self, trainer: Trainer) -> None:
+    def connect(self, model: LightningModule) -> None:
+        """Called first in each run of the Trainer: the state of the last `fit` ends here, while it can still be reached."""
         self._free_last_run()
+        super().connect(model)
+
+    def setup(self, trainer: Trainer) -> None:
+        if self.world_size > 1:
+            StopSignals.install(trainer)
         self._begin_run()
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
         if trainer.state.fn == TrainerFn.FITTING:
+            self._share = share_of_cores(self.node_rank, self.local_rank, self.num_processes)
             if isinstance(self.accelerator, CPUAccelerator):
-                cores = cores_of_worker(self.zenflow, self.local_rank, self.num_processes)
-                self._threads.limit(len(cores), self.num_processes)
+                self._threads.limit(len(self._cores_of_worker()), self._share.ranks)
             self._add_auto_tuner(trainer)
         super().setup(trainer)
         if self._zero is not None:
@@ -167,22 +148,6 @@ class ZenFlowStrategy(CheckpointingStrategy):
         """Lets go of what the last `fit` kept for whoever saves after it."""
         if self._zero is not None:
             self._zero.free()
-
-    def _add_auto_tuner(self, trainer: Trainer) -> None:
-        """Has automatic intervals tuned, by the same callback in every `fit`, so that it goes on with what it has learned."""
-        from lightning_zenflow.callbacks import AutoTuner
-
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not self.zenflow.is_automatic or any(isinstance(callback, AutoTuner) for callback in callbacks):
-            return
-        if torch.are_deterministic_algorithms_enabled():
-            rank_zero_info(
-                "ZenFlow: automatic intervals stay as they begin, since measured times are never the same twice and"
-                " deterministic algorithms were asked for. AutoTuner(replay=...) repeats the intervals of an earlier run."
-            )
-            return
-        self._auto_tuner = self._auto_tuner or AutoTuner()
-        callbacks.insert(0, self._auto_tuner)
 
     def init_deepspeed(self) -> None:
         assert self.lightning_module is not None and isinstance(self.model, LightningModule)
@@ -200,6 +165,7 @@ class ZenFlowStrategy(CheckpointingStrategy):
         self._guard = ModuleGuard(model)
         with self._cuts_any_module():
             super()._initialize_deepspeed_inference(model)
+        self._guard.let_copy(self.model)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -221,6 +187,12 @@ class ZenFlowStrategy(CheckpointingStrategy):
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         optimizer, scheduler = super()._init_optimizers()
+        assert isinstance(self.config, dict)
+        if scheduler is not None and "scheduler" in self.config:
+            raise ValueError(
+                f"`scheduler` must be left out of the DeepSpeed config beside one of `configure_optimizers`, got"
+                f" {self.config['scheduler'].get('type')!r} and {type(scheduler.scheduler).__name__}. Remove one of them."
+            )
         if isinstance(optimizer, _MockOptimizer):
             raise ValueError(
                 "`configure_optimizers` must return an optimizer with ZenFlow, got None. Return a torch.optim.AdamW."
@@ -251,14 +223,16 @@ class ZenFlowStrategy(CheckpointingStrategy):
         assert isinstance(self.config, dict)
         refuse_unsupported(model)
         if optimizer is None:
-            settings = ds_config.optimizer_settings(self.config["optimizer"])
+            settings = optimizer_settings(self.config["optimizer"])
             optimizer = ZenFlowAdamW([param for param in model.parameters() if param.requires_grad], **settings)
         converted = ZenFlowAdamW.from_optimizer(optimizer)
         self._guard = ModuleGuard(model)
         self.barrier()  # a rank that failed before this point shows here, and not as a hang within DeepSpeed
         try:
             with installed(self._run_settings()), self._cuts_any_module():
-                return super()._setup_model_and_optimizer(model, converted, lr_scheduler)
+                engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, converted, lr_scheduler)
+            self._guard.let_copy(engine)
+            return engine, deepspeed_optimizer
         except BaseException:
             self._guard.abandon()
             raise
@@ -269,18 +243,12 @@ class ZenFlowStrategy(CheckpointingStrategy):
         return RunSettings(
             config=self.zenflow,
             select_interval=self.zenflow.select_interval_steps(self._steps_per_epoch()),
-            worker_cores=cores_of_worker(self.zenflow, self.local_rank, self.num_processes),
+            worker_cores=self._cores_of_worker(),
             local_ranks=self.num_processes,
         )
 
-    def _steps_per_epoch(self) -> int | None:
-        if self.zenflow.select_strategy != "epoch":
-            return None  # not asked for, so that no data loader is set up early
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        trainer.fit_loop.setup_data()
-        batches = trainer.num_training_batches
-        return None if math.isinf(batches) else max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+    def _cores_of_worker(self) -> list[int]:
+        return cores_of_worker(self.zenflow, self.local_rank, self.num_processes, self._share)
 
     @property
     def _zero(self) -> ZenFlowZero | None:
@@ -309,7 +277,15 @@ class ZenFlowStrategy(CheckpointingStrategy):
             )
         return output
 
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # From here to `on_train_batch_end` the data loader has moved on and Lightning has not: whoever resumed from a
+        # checkpoint that a signal handler saves there would skip the batch, or train it twice.
+        if self._zero is not None and self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._held.hold(ASKING)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
     def pre_backward(self, closure_loss: Tensor) -> None:
+        self._held.hold()  # Ctrl-C as well, after which callbacks may save
         super().pre_backward(closure_loss)
         self._batch_is_open = True  # from here on, gradients of this micro-batch mix with those of earlier ones
 
@@ -336,6 +312,12 @@ class ZenFlowStrategy(CheckpointingStrategy):
                 category=RuntimeWarning,
             )
 
+    def _end_batch(self, *, with_error: bool = False) -> None:
+        """Lets signals that came during the batch be heard; Ctrl-C not, if there is an error to show."""
+        if with_error:
+            self._held.forget(signal.SIGINT)
+        self._held.release()
+
     def settle(self) -> None:
         """Brings the weights up to date: no gradient is pending, and they are the rounded fp32 masters.
 
@@ -360,40 +342,11 @@ class ZenFlowStrategy(CheckpointingStrategy):
         """Whether `fit` has come to its end without an exception."""
         return self._zero is not None and self._is_running
 
-    @property
-    def intervals(self) -> tuple[int, int | None]:
-        """Update interval and selection interval in steps, as they are now; `None` if nothing is ever selected.
-
-        Raises:
-            RuntimeError: No training is under way.
-        """
-        return self._training("intervals").shard.intervals
-
-    def change_intervals(self, update_interval: int, select_interval: int | None) -> None:
-        """Other intervals from the next step on, in steps. Every rank must call it with the same values, between steps.
-
-        A new `update_interval` settles first (see `settle`), so that no gradient is lost. The next selection comes
-        `select_interval` steps after the last one. A step begins with the `training_step` of its first micro-batch, and
-        ends with the optimizer step; hooks such as `on_train_batch_start` and `on_train_batch_end` are in between.
-
-        Raises:
-            RuntimeError: No training is under way, or the next step has begun.
-            TypeError: An interval is no whole number.
-            ValueError: It is out of range.
-        """
-        check_interval("update_interval", update_interval)
-        if select_interval is not None:
-            check_interval("select_interval", select_interval)
-        zero = self._training("change_intervals")
-        if self._step_is_open:
-            raise RuntimeError(
-                "Intervals must be changed between two steps, got a call within one. Call it in `on_train_batch_end`, and"
-                " with accumulation after the last batch of a step."
-            )
-        zero.change_intervals(update_interval, select_interval)
-
     def teardown(self) -> None:
         """Ends the background process and makes the module an ordinary one again, also after an exception."""
+        if self._is_forked:
+            return  # all of it belongs to the parent
+        self._end_batch(with_error=True)
         engine: Any = self.model
         if self._is_fitted and not self._is_complete:
             self._end_training()  # a finished run was resumed: nothing was left to train, and no hook was called
@@ -442,9 +395,9 @@ class ZenFlowStrategy(CheckpointingStrategy):
         For `on_before_optimizer_step`, where parameters have no `.grad` under ZeRO. Every rank must call it.
 
         Raises:
-            RuntimeError: No training is under way.
+            RuntimeError: No training is under way, or the gradient of a step is not complete.
         """
-        return self._training("grad_norm").grad_norm()
+        return self._with_gradient("grad_norm").grad_norm()
 
     def gradient(self, param: nn.Parameter) -> Tensor:
         """The averaged, unscaled gradient of a parameter, fp32 on the device, in its shape.
@@ -452,10 +405,10 @@ class ZenFlowStrategy(CheckpointingStrategy):
         For `on_before_optimizer_step`. Every rank must call it with the same parameter.
 
         Raises:
-            RuntimeError: No training is under way.
+            RuntimeError: No training is under way, or the gradient of a step is not complete.
             ValueError: The optimizer does not hold the parameter.
         """
-        zero = self._training("gradient")
+        zero = self._with_gradient("gradient")
         if not zero.holds(param):
             shape = list(getattr(param, "ds_shape", param.shape))
             raise ValueError(
@@ -463,6 +416,16 @@ class ZenFlowStrategy(CheckpointingStrategy):
                 " not hold. Add it to a group in `configure_optimizers`."
             )
         return zero.gradient(param)
+
+    def _with_gradient(self, name: str) -> ZenFlowZero:
+        """As `_training`, while there is a gradient to tell of: zeros would look like an answer."""
+        zero = self._training(name)
+        if not zero.shard.has_whole_gradient:
+            raise RuntimeError(
+                f"`{name}` must be called between the backward pass of a step's last micro-batch and its optimizer step, got"
+                " a call when no gradient was complete. Use the hook `on_before_optimizer_step`."
+            )
+        return zero
 
     def _training(self, name: str) -> ZenFlowZero:
         if self._zero is None or self._has_ended:
@@ -489,8 +452,24 @@ class ZenFlowStrategy(CheckpointingStrategy):
 
 
 class _SettleFirst(Callback):
-    """Stands before all other callbacks, so that whoever reads or replaces weights in `on_train_end` finds the final ones."""
+    """Stands before all other callbacks, so that whoever reads or replaces weights in `on_train_end` finds the final ones.
+
+    Whoever saves at the end of a batch, or after an exception, does so once signals are heard again.
+    """
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        trainer.strategy._end_batch()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_train_batch_end(trainer, pl_module)  # the last batch was skipped by `on_train_batch_start`
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        trainer.strategy._end_batch(with_error=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         trainer.strategy._end_training()
+        if isinstance(trainer._signal_connector, StopSignals):
+            trainer._signal_connector.agree()  # SIGTERM during the last step

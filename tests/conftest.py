@@ -189,6 +189,33 @@ def workers_start_fast(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _counted_answers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of bad input count what was accepted and what was refused, for the last lines of the run."""
+    fuzz = sys.modules.get("tests.fuzz")
+    before = dict(fuzz.COUNTS) if fuzz else {}
+    yield
+    for answer, count in fuzz.COUNTS.items() if fuzz else ():
+        if count > before.get(answer, 0):
+            request.node.user_properties.append((f"answers: {answer}", count - before.get(answer, 0)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many inputs the tests of bad input have tried."""
+    totals: dict[str, int] = {}
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if getattr(report, "when", None) == "teardown":
+            for name, count in report.user_properties:
+                totals[name] = totals.get(name, 0) + count
+    answers = {name.removeprefix("answers: "): count for name, count in totals.items() if name.startswith("answers: ")}
+    if answers:
+        listed = ", ".join(f"{count} {answer}" for answer, count in sorted(answers.items()))
+        terminalreporter.write_line(f"Bad input: {sum(answers.values())} cases tried, {listed}.")
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ class ForkedWorker:
             gc.disable()  # what Python runs in the child before it returns may collect what threads of this process own
             self.pid = os.fork()
         if self.pid == 0:
-            self._serve([int(number) for number in command[3:6]], set(pass_fds))
+            self._serve([int(number) for number in command[4:7]], set(pass_fds))
         gc.enable()
         FORKED.add(self.pid)
 
@@ -76,7 +76,7 @@ _PROGRAM = process.BOOTSTRAP
 
 def _start(command: Sequence[str], **settings: Any) -> Any:
     """Forks a worker, unless a test has changed its program, to slow it down for example."""
-    return (ForkedWorker if command[2] == _PROGRAM else subprocess.Popen)(command, **settings)
+    return (ForkedWorker if command[3] == _PROGRAM else subprocess.Popen)(command, **settings)
 
 
 @contextmanager

@@ -396,6 +396,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
             "full_warm_up_rounds": draw(st.sampled_from([0, 0, 2, 5])),
             "overlap_step": draw(st.booleans()),
             "look_ahead": draw(st.booleans()),
+            "interim_step": draw(st.booleans()),
             "moments_dtype": draw(st.sampled_from(["fp32", "bf16"])),
         },
         "changes": [[n, draw(interval), draw(interval) if topk_ratio else None] for n in sorted(changed)],

@@ -6,7 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-from ..console import seconds
+from lightning_zenflow.wording import in_words
+
 from .arguments import Plan
 from .figures import Measured
 from .job import WARM_UP_STEPS, Job, Run
@@ -57,7 +58,7 @@ def compare(
         (mode.memory if purpose else mode.runs).append(result)
         left_secs = (time.monotonic() - begin) / number * (len(jobs) - number)
         left = f"; about {_clock(left_secs)} left" if number < len(jobs) else ""
-        tell(f"{seconds(statistics.fmean(result.step_ms) / 1e3)} a step{left}\n")
+        tell(f"{in_words(statistics.fmean(result.step_ms) / 1e3)} a step{left}\n")
     return found
 
 

@@ -6,8 +6,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from lightning_zenflow.wording import in_words
+
 from ..console import table
-from ..report.words import count_text, secs_text
+from ..report.words import count_text
 from .results import Growth, StepPoint
 
 WIDTH = 100
@@ -49,19 +51,19 @@ def _steps(points: tuple[StepPoint, ...]) -> Table:
         made.add_row(
             count_text(point.numel),
             f"{point.tensors:,}",
-            secs_text(point.plain_secs),
-            secs_text(point.step_secs),
+            in_words(point.plain_secs),
+            in_words(point.step_secs),
             _signed(point.overhead_secs),
             f"{1e9 * point.per_parameter_secs:.2f} ns",
             f"{1e6 * point.overhead_secs / point.tensors:,.0f} µs",
-            secs_text(point.stall_secs),
+            in_words(point.stall_secs),
         )
     return made
 
 
 def _signed(secs: float) -> str:
     """A difference, which noise can turn below zero."""
-    return f"-{secs_text(-secs)}" if secs < 0 else secs_text(secs)
+    return f"-{in_words(-secs)}" if secs < 0 else in_words(secs)
 
 
 def _cores(found: Growth) -> Table:
@@ -86,8 +88,8 @@ def _ranks(found: Growth) -> Table:
         made.add_row(
             str(point.ranks),
             count_text(point.numel),
-            secs_text(point.plain_secs),
-            secs_text(point.step_secs),
+            in_words(point.plain_secs),
+            in_words(point.step_secs),
             str(point.calls),
             count_text(point.reduced_bytes, "B"),
             count_text(point.gathered_bytes, "B"),

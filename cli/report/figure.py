@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.style import context
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from lightning_zenflow.wording import in_words
+
 from . import style
 from .interval_panel import draw_changes, draw_intervals
 from .lane_panels import draw_window, legend_of
@@ -18,7 +20,7 @@ from .lanes import Window, lane_ranks, windows_of
 from .panels import draw_stall, draw_step_time
 from .record import Run
 from .series import Headline, Series
-from .words import drawable, percent_text, secs_text, what_ran
+from .words import drawable, percent_text, what_ran
 
 WIDTH_INCHES = 14.0
 PANEL_INCHES = (2.3, 1.7, 1.4)
@@ -122,7 +124,7 @@ def _draw_windows(sheet: _Sheet, windows: list[Window], ranks: list[int], height
 def _headline(run: Run, series: Series) -> str:
     numbers, budget = Headline.of(series), run.stall_budget_ratio
     parts = [
-        f"Median step {secs_text(numbers.median_step_secs)}",
+        f"Median step {in_words(numbers.median_step_secs)}",
         f"stall {percent_text(numbers.stall_ratio)} of the time"
         + ("" if budget is None else f" (budget {percent_text(budget)})"),
         f"host busy {percent_text(numbers.host_busy_ratio)}",

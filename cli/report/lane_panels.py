@@ -7,10 +7,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from lightning_zenflow.wording import in_words
+
 from . import style
 from .lanes import Window
 from .record import LANES
-from .words import drawable, secs_text
+from .words import drawable
 
 LABEL_INCHES = 0.75
 """Room that the number of a step takes."""
@@ -50,7 +52,7 @@ def draw_window(ax: Axes, window: Window, ranks: list[int], width_inches: float,
     for left, right, secs in window.cuts:
         ax.axvspan(left * scale, right * scale, facecolor="#F1F1F1", hatch="xx", edgecolor="#CCCCCC", zorder=5)
         middle = (left + right) / 2 * scale
-        text, box = f"pause of {secs_text(secs)}\nleft out", {"facecolor": "white", "alpha": 0.85, "pad": 2}
+        text, box = f"pause of {in_words(secs)}\nleft out", {"facecolor": "white", "alpha": 0.85, "pad": 2}
         place: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "center"}
         ax.text(middle, len(rows) / 2 - 0.5, text, fontsize=8, zorder=6, bbox=box, **place)
     ax.set_xlim(0, window.secs * scale)

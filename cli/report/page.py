@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from lightning_zenflow.wording import in_words
+
 from .record import Decision, Run
 from .series import Headline, Series, since_last_change
-from .words import count_text, interval_text, percent_text, secs_text, what_ran
+from .words import count_text, interval_text, percent_text, what_ran
 
 MOST_DECISION_CHARACTERS = 1_200_000
 """Of a run of days, only the latest decisions fit into a page that a browser and a mailbox take."""
@@ -70,9 +72,9 @@ def _headline_table(run: Run, series: Series) -> str:
     several = len(run.ranks) > 1
     rows: dict[str, list[str]] = {
         "Steps": [f"{part.step[0]:,} to {part.step[-1]:,}" for part in columns.values()],
-        "Median step": [secs_text(n.median_step_secs) for n in numbers],
-        "Slowest step": [f"{secs_text(n.slowest_step_secs)} (step {n.slowest_step:,})" for n in numbers],
-        "Time in steps": [secs_text(n.in_steps_secs) for n in numbers],
+        "Median step": [in_words(n.median_step_secs) for n in numbers],
+        "Slowest step": [f"{in_words(n.slowest_step_secs)} (step {n.slowest_step:,})" for n in numbers],
+        "Time in steps": [in_words(n.in_steps_secs) for n in numbers],
         "Stall, share of the time" + " (the rank that waits longest)" * several: [
             _over_budget(n.stall_ratio, run) for n in numbers
         ],
@@ -100,9 +102,7 @@ def _of_the_run(run: Run, series: Series) -> dict[str, list[str]]:
     pauses = series.gap_secs[series.gap_secs > series.longest_gap_secs]
     rows = {
         "Intervals at the end": [f"update every {last.update_interval}, select {interval_text(last.select_interval)}"],
-        "Pauses between steps": [
-            f"{len(pauses)}, {secs_text(float(pauses.sum()))} together" if len(pauses) else "none"
-        ],
+        "Pauses between steps": [f"{len(pauses)}, {in_words(float(pauses.sum()))} together" if len(pauses) else "none"],
         "Skipped steps so far": [f"{last.skipped_steps:,}"],
     }
     if run.stall_budget_ratio is not None:
@@ -124,7 +124,7 @@ def _description(run: Run, series: Series) -> str:
     numbers = Headline.of(series)
     return (
         f"Step time, stall share and intervals over steps {series.step[0]} to {series.step[-1]}, and device and host over"
-        f" time. Median step {secs_text(numbers.median_step_secs)}, stall {percent_text(numbers.stall_ratio)},"
+        f" time. Median step {in_words(numbers.median_step_secs)}, stall {percent_text(numbers.stall_ratio)},"
         f" host busy {percent_text(numbers.host_busy_ratio)}, {len(run.changes)} changes of the intervals."
     )
 

@@ -11,10 +11,12 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from lightning_zenflow.wording import in_words
+
 from . import style
 from .bins import Bins, bins_of, edges_of, ratio_of, running_ratio, running_window_steps
 from .series import Floats, Series
-from .words import percent_text, secs_text
+from .words import percent_text
 
 MOST_STEPS = 1200
 """Up to this many steps are drawn one by one: the panels are about as many pixels wide."""
@@ -52,7 +54,7 @@ def draw_step_time(ax: Axes, series: Series) -> None:
     if beyond.any():
         worst = int(series.step_secs.argmax())
         several = f"{beyond.sum():,} steps go beyond the top, most of all " if beyond.sum() > 1 else "Beyond the top: "
-        _note(ax, f"{several}step {series.step[worst]:,} with {secs_text(series.step_secs[worst])}")
+        _note(ax, f"{several}step {series.step[worst]:,} with {in_words(series.step_secs[worst])}")
     ax.set_title("Step time, the median of each bin" if binned else "Step time and what it is made of")
     ax.set_ylabel(f"{unit} a step")
     ax.set_ylim(0, top * scale)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from lightning_zenflow.wording import in_words
+
 from .record import Run
 from .series import Headline, Series, since_last_change
-from .words import drawable, interval_text, percent_text, secs_text, what_ran
+from .words import drawable, interval_text, percent_text, what_ran
 
 
 def summary_lines(run: Run, series: Series) -> list[str]:
@@ -12,8 +14,8 @@ def summary_lines(run: Run, series: Series) -> list[str]:
     numbers, last = Headline.of(series), run.main.steps[-1]
     budget = "" if run.stall_budget_ratio is None else f" (budget {percent_text(run.stall_budget_ratio)})"
     settled = since_last_change(run, series)
-    slowest = f"{secs_text(numbers.slowest_step_secs)} (step {numbers.slowest_step})"
-    steps = f"{numbers.steps:,} in {secs_text(numbers.in_steps_secs)}, median {secs_text(numbers.median_step_secs)}"
+    slowest = f"{in_words(numbers.slowest_step_secs)} (step {numbers.slowest_step})"
+    steps = f"{numbers.steps:,} in {in_words(numbers.in_steps_secs)}, median {in_words(numbers.median_step_secs)}"
     parts = f"update {percent_text(numbers.update_stall_ratio)}, select {percent_text(numbers.select_stall_ratio)}"
     intervals = f"update every {last.update_interval}, select {interval_text(last.select_interval)}"
     times = {0: "never changed", 1: "changed once"}.get(len(run.changes), f"changed {len(run.changes)} times")
@@ -27,6 +29,6 @@ def summary_lines(run: Run, series: Series) -> list[str]:
     if settled is not None:
         after = Headline.of(settled)
         lines.append(
-            f"Since the last change: median step {secs_text(after.median_step_secs)}, stall {percent_text(after.stall_ratio)}"
+            f"Since the last change: median step {in_words(after.median_step_secs)}, stall {percent_text(after.stall_ratio)}"
         )
     return lines

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
+from lightning_zenflow.wording import three_digits
+
 from .record import Run
-
-
-def secs_text(secs: float) -> str:
-    """A duration with three digits: `23.4 ms`, `1.20 s`, `12 min 5 s`, `3 h 20 min`."""
-    for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
-        if secs < limit:
-            return f"{_three_digits(secs * scale)} {unit}"
-    minutes, rest = divmod(round(secs), 60)
-    if minutes < 120:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def percent_text(ratio: float) -> str:
@@ -27,12 +18,8 @@ def count_text(count: float, unit: str = "") -> str:
     """A count with three digits and a decimal prefix: `67.1 M`, `1.20 GB`."""
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= limit:
-            return f"{_three_digits(count / limit)} {prefix}{unit}"
+            return f"{three_digits(count / limit)} {prefix}{unit}"
     return f"{count:g} {unit}".rstrip() if float(count).is_integer() else f"{count:.3g} {unit}".rstrip()
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
 def interval_text(steps: float | None) -> str:

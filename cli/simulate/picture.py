@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.style import context
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from ..console import seconds
+from lightning_zenflow.wording import in_words
+
 from ..report import style
 from .experiment import METHODS, SYNCHRONOUS, TUNED, WHOLE_MODEL, ZENFLOW, Point, Simulation
 from .view import NAMES, PUBLISHED_RATIO, TITLE
@@ -145,7 +146,7 @@ def _caption(found: Simulation) -> str:
     cores = len(found.workload.host_cores)
     intervals = ", ".join(f"{found.point(TUNED, ratio).update_interval} at {ratio:g}" for ratio in found.ratios)
     host = (
-        f"Host: {cores} core{'s' if cores > 1 else ''}, {seconds(found.host_update_secs)} for one update of"
+        f"Host: {cores} core{'s' if cores > 1 else ''}, {in_words(found.host_update_secs)} for one update of"
         f" {found.workload.numel:,} parameters. Link: {found.link_bandwidth / 1e9:.3g} GB/s in each direction, simulated."
     )
     chosen = f"U auto, as the auto-tuner's controller chose it by ratio: {intervals}."

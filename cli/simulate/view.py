@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ..console import console, facts, seconds, size, table
+from lightning_zenflow.wording import in_words
+
+from ..console import console, facts, size, table
 from ..estimate_view import FRESH_INTERVAL_STEPS
 from .experiment import METHODS, SYNCHRONOUS, TUNED, WHOLE_MODEL, ZENFLOW, Point, Simulation
 from .workload import SEGMENTS, WIRE_DTYPE
@@ -32,7 +34,7 @@ def show(found: Simulation, files: list[str]) -> None:
     out.print()
     out.print(facts(_heading(found)))
     for title, cell in (
-        ("Step time", lambda point: seconds(point.step_secs)),
+        ("Step time", lambda point: in_words(point.step_secs)),
         ("Stall: share of the step in which the device does not compute", lambda point: f"{point.stall_ratio:.0%}"),
         ("Times as fast as the synchronous schedule", lambda point: f"{found.speedup(point):.2f}x"),
     ):
@@ -87,8 +89,8 @@ def notes(found: Simulation) -> list[str]:
     if slowest.host_busy_secs is not None and slowest.host_busy_secs > slowest.compute_secs:
         said.append(
             f"At ratio {slowest.ratio:g} the host bounds every method: with U = {found.update_interval} it works"
-            f" {seconds(slowest.host_busy_secs)} for each step of ZenFlow, of which the device computes"
-            f" {seconds(slowest.compute_secs)}. Only a larger U, or a faster host, makes a step shorter than that."
+            f" {in_words(slowest.host_busy_secs)} for each step of ZenFlow, of which the device computes"
+            f" {in_words(slowest.compute_secs)}. Only a larger U, or a faster host, makes a step shorter than that."
         )
     interval = found.update_interval
     said.append(
@@ -114,7 +116,7 @@ def _heading(found: Simulation) -> list[tuple[str, str]]:
     return [
         (
             "Host",
-            f"{cores} core{'s' if cores > 1 else ''}: {seconds(found.host_update_secs)} for one update of everything",
+            f"{cores} core{'s' if cores > 1 else ''}: {in_words(found.host_update_secs)} for one update of everything",
         ),
         ("Shard", f"{numel:,} parameters in {SEGMENTS} pieces, {gradients}, all deferred"),
         ("Link", f"{found.link_bandwidth / 1e9:.3g} GB/s in each direction, simulated"),
@@ -127,5 +129,5 @@ def _table(found: Simulation, cell: Callable[[Point], str]) -> Table:
     for ratio in found.ratios:
         points = [found.point(method, ratio) for method in METHODS]
         marked = f"{ratio:g}*" if ratio == PUBLISHED_RATIO else f"{ratio:g}"
-        made.add_row(marked, seconds(points[0].compute_secs), *map(cell, points), str(points[-1].update_interval))
+        made.add_row(marked, in_words(points[0].compute_secs), *map(cell, points), str(points[-1].update_interval))
     return made

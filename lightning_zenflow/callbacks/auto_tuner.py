@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_inf
 from lightning_zenflow.callbacks.own_strategy import zenflow_strategy
 from lightning_zenflow.callbacks.record import read_changes
 from lightning_zenflow.config import check_interval
+from lightning_zenflow.shown import shown
 from lightning_zenflow.stats import StepStats
 from lightning_zenflow.strategy import ZenFlowStrategy
 from lightning_zenflow.tuner import Controller, Decision, Intervals, Observation, TunerOptions, Window, WindowCollector
@@ -66,10 +67,21 @@ class AutoTuner(Callback):
         }
         TunerOptions(**self._bounds)  # refuses what is out of range now, not in the middle of a run
         self._changes = None if replay is None else _changes(replay)
+        if self._changes is not None and (bound := self._given_bound("interval")):
+            raise ValueError(
+                f"`{bound}` must be left out beside `replay`, got {self._bounds[bound]}: a replay takes the intervals as they"
+                " are recorded. Give one of them."
+            )
         self._learned: dict[str, Any] | None = None
         self._controller: Controller | None = None
         self._last_step = 0
         self.decisions: list[tuple[int, Decision]] = []
+
+    def _given_bound(self, kind: str) -> str | None:
+        """The name of a bound that was given, and is not just the default, if there is one."""
+        default = TunerOptions()
+        names = [name for name in self._bounds if name.endswith(kind)]
+        return next((name for name in names if self._bounds[name] != getattr(default, name)), None)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -191,6 +203,13 @@ class AutoTuner(Callback):
                 f" {strategy.zenflow.update_interval} and {strategy.zenflow.select_interval}. Set one of them to auto, or"
                 " remove the callback."
             )
+        for name in ("update_interval", "select_interval"):
+            fixed, bound = getattr(strategy.zenflow, name), self._given_bound(name)
+            if fixed != "auto" and bound is not None:
+                raise ValueError(
+                    f"`{bound}` must be left out of AutoTuner beside `{name}`={fixed}, which is never tuned, got"
+                    f" {self._bounds[bound]}. Set `{name}` to auto, or leave the bound out."
+                )
         if self._changes is None:
             if torch.are_deterministic_algorithms_enabled():
                 raise ValueError(
@@ -223,7 +242,7 @@ def _changes(replay: Any) -> Mapping[int, tuple[int, int | None]]:
     try:
         for step, update_interval, select_interval in changes:
             if type(step) is not int or step <= max(found, default=-1):
-                raise ValueError(f"steps must rise from 0, got {step!r}")
+                raise ValueError(f"steps must rise from 0, got {shown(step)}")
             check_interval("update_interval", update_interval)
             if select_interval is not None:
                 check_interval("select_interval", select_interval)
@@ -233,6 +252,6 @@ def _changes(replay: Any) -> Mapping[int, tuple[int, int | None]]:
     except (TypeError, ValueError) as error:
         raise ValueError(
             "`replay` must be a record, or a list of changes (step, update_interval, select_interval), got"
-            f" {replay!r}: {error}. Take it from an earlier run."
+            f" {shown(replay)}: {error}. Take it from an earlier run."
         ) from error
     return found

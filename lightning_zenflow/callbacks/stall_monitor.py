@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,14 @@ from torchmetrics.aggregation import RunningMean
 from lightning_zenflow.callbacks.auto_tuner import AutoTuner
 from lightning_zenflow.callbacks.own_strategy import zenflow_strategy
 from lightning_zenflow.callbacks.record import FORMAT, Record
+from lightning_zenflow.shown import shown
 from lightning_zenflow.stats import StepStats
 from lightning_zenflow.strategy import ZenFlowStrategy
 
 _SMOOTHING_STEPS = 32
+
+_VERSIONED = ("lightning_zenflow", "torch", "lightning", "deepspeed")
+"""Packages whose version is recorded. Asked themselves: in an archive (`python app.pyz`) they may not be installed."""
 
 
 class StallMonitor(Callback):
@@ -41,13 +45,16 @@ class StallMonitor(Callback):
     def __init__(
         self, *, record: bool | str | Path = False, record_every_n_steps: int = 1, progress_bar: bool = False
     ) -> None:
-        if not isinstance(record, (bool, str, Path)):
-            raise TypeError(f"`record` must be true, false or a path, got {record!r}. true is zenflow.jsonl.")
+        if not isinstance(record, (bool, str, Path)) or record == "":
+            error = TypeError if record != "" else ValueError
+            raise error(f"`record` must be true, false or a path, got {shown(record)}. true is zenflow.jsonl.")
+        if not isinstance(progress_bar, bool):
+            raise TypeError(f"`progress_bar` must be true or false, got {shown(progress_bar)}. true shows the stall.")
         if type(record_every_n_steps) is not int or record_every_n_steps < 1:
             error = TypeError if type(record_every_n_steps) is not int else ValueError
             raise error(
-                f"`record_every_n_steps` must be a whole number of at least 1, got {record_every_n_steps!r}. 1 records every"
-                " step."
+                f"`record_every_n_steps` must be a whole number of at least 1, got {shown(record_every_n_steps)}. 1 records"
+                " every step."
             )
         self._path = Path("zenflow.jsonl") if record is True else Path(record) if record else None
         self._every_n_steps = record_every_n_steps
@@ -126,7 +133,7 @@ class StallMonitor(Callback):
             select_interval=select_interval,
             stall_budget=strategy.zenflow.stall_budget,
             settings=asdict(strategy.zenflow),
-            versions={name: version(name) for name in ("lightning-zenflow", "torch", "lightning", "deepspeed")},
+            versions={name.replace("_", "-"): import_module(name).__version__ for name in _VERSIONED},
             stage=strategy.run_facts.stage,
             shard_numel=strategy.run_facts.shard_numel,
         )

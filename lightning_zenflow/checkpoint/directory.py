@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +98,8 @@ def commit(staging: Path, target: StrPath, facts: Mapping[str, Any]) -> None:
         FileNotFoundError: There is no checkpoint in `staging`.
         OSError: The disk is full or broken. `target` is as it was, unless only its move could not be made durable.
     """
+    from lightning_zenflow.version import __version__
+
     target = _local(target)
     if not (staging / TAG).is_dir():
         raise FileNotFoundError(errno.ENOENT, f"`staging` must hold a folder '{TAG}', got none", os.fspath(staging))
@@ -106,7 +107,7 @@ def commit(staging: Path, target: StrPath, facts: Mapping[str, Any]) -> None:
     files = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
     sizes.pop(MANIFEST, None)
-    content = {"format": FORMAT, "version": version("lightning-zenflow"), "facts": dict(facts), "files": sizes}
+    content = {"format": FORMAT, "version": __version__, "facts": dict(facts), "files": sizes}
     try:
         text = json.dumps(content, indent=1)
     except (TypeError, ValueError) as error:

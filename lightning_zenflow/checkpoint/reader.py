@@ -123,6 +123,7 @@ class StoredCheckpoint:
         stored = self._stored_name(name)
         return self.shapes[stored] if stored in self.shapes else tuple(self.frozen[stored].shape)
 
+    @torch.no_grad()  # DeepSpeed stores masters that ask for gradients: what is filled with them would grow a history
     def read(self, name: str, kind: str, start: int = 0, numel: int | None = None) -> Tensor:
         """A slice of a parameter's master or moment, as a new tensor: flat, fp32, on the CPU.
 

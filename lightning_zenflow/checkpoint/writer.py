@@ -26,6 +26,9 @@ class SteadyWriter(io.RawIOBase):
         path: Of the file.
         widening: Tensors that are written as something else than their memory holds.
 
+    Attributes:
+        error: The first refusal of the disk. `torch.save` goes on writing after it, and fails in words of its own.
+
     Raises:
         OSError: The disk is full or broken; it carries the file's name.
     """
@@ -36,14 +39,21 @@ class SteadyWriter(io.RawIOBase):
         self._pool = ThreadPoolExecutor(1, "zenflow-sync")
         self._syncing: Future[None] | None = None
         self._unsynced_nbytes = 0
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
+        if self.error is not None:
+            raise self.error  # a whole file is not what this will be
         whole = memoryview(data).cast("B")
-        for part in self._widening.parts(whole):
-            self._write(part)
+        try:
+            for part in self._widening.parts(whole):
+                self._write(part)
+        except OSError as error:
+            self.error = error
+            raise
         return len(whole)
 
     def _write(self, rest: memoryview) -> None:

@@ -39,10 +39,14 @@ def worker_cores(available: Collection[int], reserved_ratio: float, local_rank: 
     return free[first:last]
 
 
-def bind(cores: Iterable[int]) -> None:
-    """Worker: binds the calling thread, and all threads it starts later, to `cores`.
+def bind(cores: Iterable[int], *, insist: bool = True) -> list[int]:
+    """Worker: binds the calling thread, and all threads it starts later, to `cores`, and returns those that are refused.
 
     Asks the kernel rather than `os.sched_getaffinity`, which may be narrower than what is allowed.
+
+    Args:
+        cores: The cores.
+        insist: Whether refused cores are an error. If not, the thread runs on the others, or where it ran before.
 
     Raises:
         ValueError: The kernel refuses some of the cores; the message names them.
@@ -53,11 +57,12 @@ def bind(cores: Iterable[int]) -> None:
         refused = wanted - os.sched_getaffinity(0)  # the kernel drops cores outside the cpuset without a word
     except (OSError, OverflowError, ValueError):
         refused = wanted
-    if refused:
+    if refused and insist:
         raise ValueError(
             f"`worker_cores` must be cores that this process may use, got {sorted(wanted)}, of which {sorted(refused)}"
             f" are refused. Choose from {_allowed()}."
         )
+    return sorted(refused)
 
 
 def _allowed() -> list[int]:

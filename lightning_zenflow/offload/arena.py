@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_zenflow.offload.descriptors import off_standard_streams
 from lightning_zenflow.offload.layout import ArenaLayout
 
 __all__ = ["Arena", "ArenaLayout"]
@@ -117,7 +118,7 @@ class Arena:
             MemoryError: The system refuses; the message names the need, the limit and the remedy.
         """
         try:
-            fd = _memfd("lightning-zenflow")
+            fd = off_standard_streams(_memfd("lightning-zenflow"))
         except OSError as error:
             raise _refused("memfd_create", layout, error) from error
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +22,29 @@ from lightning_zenflow.offload.protocol import (
     Updated,
 )
 from lightning_zenflow.signals import postponed
+
+LOOK_SECS = 0.5
+"""No wait is longer in one piece, so that what passes while this process is stopped is told from what the worker takes."""
+
+
+class Patience:
+    """How long the worker may still take.
+
+    What passes while this process is stopped does not count, as far as it is more than `LOOK_SECS`: its worker is stopped
+    as well then, by a scheduler that suspends jobs for example.
+    """
+
+    def __init__(self, secs: float) -> None:
+        self._left_secs = secs
+
+    def wait(self, ready: Callable[[float], bool]) -> bool:
+        """Whether `ready`, which waits for as long as it is told to, says so in time."""
+        while True:
+            begin, secs = time.monotonic(), min(self._left_secs, LOOK_SECS)
+            is_ready = ready(secs)
+            self._left_secs -= min(secs, time.monotonic() - begin) if is_ready else secs
+            if is_ready or self._left_secs <= 0:
+                return is_ready
 
 
 class Channel:
@@ -47,18 +71,21 @@ class Channel:
         self._death: WorkerDied | None = None
         self._is_busy = False
         self._is_torn = False
+        self._owner_pid = os.getpid()
 
     @property
     def running(self) -> int:
         """Updates whose block is not finished; the oldest command may have the others still to do."""
         return sum(isinstance(command, Update) for command in self.unanswered) - self._is_half_answered
 
-    def wait_ready(self, limit_secs: float) -> None:
-        """Waits for the answer to `Start`, at most `limit_secs`."""
+    def wait_ready(self, limit_secs: float) -> Ready:
+        """Waits for the answer to `Start`, at most `limit_secs`, and returns it."""
         with self._alone():
-            if not isinstance(self._receive(limit_secs), Ready):
+            reply = self._receive(Patience(limit_secs))
+            if not isinstance(reply, Ready):
                 remedy = "Its start takes too long: look at the load of this machine."
                 raise WorkerTimeout.after(self._process.pid, limit_secs, self._process.state(), remedy)
+            return reply
 
     def launch(self, command: Command) -> None:
         """Sends `command`. Does not wait, unless hundreds of commands are unanswered."""
@@ -80,9 +107,9 @@ class Channel:
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Takes over answers until `done`, at most for the time limit."""
         with self._alone():
-            deadline = time.monotonic() + self._timeout_secs
+            patience = Patience(self._timeout_secs)
             while not done():
-                if self._receive(max(0.0, deadline - time.monotonic())) is None:
+                if self._receive(patience) is None:
                     raise self._timeout()
 
     def take_over(self) -> None:
@@ -101,6 +128,11 @@ class Channel:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """A signal handler or a thread that calls in here in the middle of a call would tear messages apart."""
+        if os.getpid() != self._owner_pid:
+            raise RuntimeError(
+                "`HostClient` must be used by the process that made it, got a call in a forked child. Do there what needs no"
+                " optimizer."
+            )
         if self._is_busy:
             raise RuntimeError(
                 "`HostClient` must be used by one call at a time, got a call from inside another (a signal handler or a"
@@ -123,12 +155,12 @@ class Channel:
                 self._is_busy = False
 
     def _take_answers(self) -> None:
-        while self._receive(0) is not None:
+        while self._receive(Patience(0)) is not None:
             pass
 
-    def _receive(self, limit_secs: float) -> Reply | None:
+    def _receive(self, patience: Patience) -> Reply | None:
         """Takes over the next answer, or `None` if there is none in time."""
-        if not self._process.wait(limit_secs):
+        if not patience.wait(self._process.wait):
             return None
         # From here to the end an exception from outside, such as Ctrl-C, loses an answer, and nothing adds up any more.
         self._is_torn = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from lightning_zenflow.schedule import block_range
 START_TIMEOUT_SECS = 60.0
 """How long the worker may take until it is ready; 3 seconds are usual."""
 
+_log = logging.getLogger(__name__)
+
 __all__ = ["HostClient", "WorkerDied", "WorkerTimeout"]
 
 
@@ -50,6 +53,7 @@ class HostClient:
         self.arena = arena
         self.ledger = Ledger(arena.layout.blocks, groups)
         self._process = process
+        self._owner_pid = os.getpid()
         self._channel = Channel(process, timeout_secs)
         self._watch = DeathWatch(process.pidfd, self._channel.death_to_tell)
         # Runs once: on close, when the client is dropped, or when the interpreter ends.
@@ -80,6 +84,7 @@ class HostClient:
         lr_scale: str,
         timeout_secs: float,
         local_ranks: int = 1,
+        insist_on_cores: bool = True,
     ) -> HostClient:
         """Makes the shared memory and starts the worker, without waiting until it is ready.
 
@@ -90,6 +95,7 @@ class HostClient:
             lr_scale: `deferred_lr_scale` of the config.
             timeout_secs: `worker_timeout_secs` of the config.
             local_ranks: Ranks on this machine, whose memory must suffice for all.
+            insist_on_cores: Whether cores that the system refuses are an error, and not a warning.
 
         Raises:
             ValueError: `group_ends` does not end at `layout.numel`, or falls.
@@ -107,7 +113,8 @@ class HostClient:
             raise
         client = cls(process, arena, len(ends), timeout_secs)
         with contextlib.suppress(OSError):  # died already: `wait_ready` says why
-            process.send(Start(layout, ends, None if cores is None else tuple(cores), lr_scale))
+            wanted = None if cores is None else tuple(cores)
+            process.send(Start(layout, ends, wanted, lr_scale, insist_on_cores))
         return client
 
     def wait_ready(self) -> None:
@@ -117,7 +124,14 @@ class HostClient:
             WorkerDied: It failed; the message holds its traceback.
             WorkerTimeout: It did not answer.
         """
-        self._channel.wait_ready(START_TIMEOUT_SECS)
+        ready = self._channel.wait_ready(START_TIMEOUT_SECS)
+        if ready.refused:
+            _log.warning(
+                "The background process may not run on cores %s, and runs on %s instead: the cores of this job have changed."
+                " Set `worker_cores` to choose others.",
+                list(ready.refused),
+                list(ready.cores),
+            )
 
     @property
     def pid(self) -> int:
@@ -262,7 +276,7 @@ class HostClient:
 
     def retire(self) -> None:
         """Ends the worker and gives back all memory but masters and moments, which stay until `close`."""
-        if self._channel.is_closed:
+        if self._channel.is_closed or os.getpid() != self._owner_pid:
             return
         self._channel.is_closed = True
         self._release.detach()

@@ -17,14 +17,17 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from lightning_zenflow.offload.descriptors import off_standard_streams
 
 EXIT_GRACE_SECS = 5.0
 """How long an ending worker may take until the system reports its exit code, or until it is killed."""
 
 BOOTSTRAP = """\
 import sys
-fds, package, sys.path[:] = sys.argv[1:4], sys.argv[4], sys.argv[5:]
+fds, package, sys.path[:] = sys.argv[1:4], sys.argv[4], [entry for entry in sys.path if entry] + sys.argv[5:]
 import types
 stub = types.ModuleType("lightning_zenflow")
 stub.__path__ = [package]
@@ -32,10 +35,17 @@ sys.modules["lightning_zenflow"] = stub
 from lightning_zenflow.offload.child import main
 main(*map(int, fds))
 """
-"""Program of the child. The search path is the trainer's, set before anything else is imported. The stub stands for
+"""Program of the child. Started with `-S` and without `PYTHONPATH`, its own search path holds the standard library alone, and
+the current directory as an empty string: the first stays in front, the second goes. The stub stands for
 `lightning_zenflow/__init__.py`, which would import lightning."""
 
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+"""Asked for when this is imported: a relative path means something else once the working directory has changed."""
+
 _BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+_PATH_VARIABLES = ("PYTHONPATH", "PYTHONINSPECT")
+"""`search_path` tells the child where things are, only after Python itself has started."""
 
 _STATES = {
     "R": "running",
@@ -80,18 +90,20 @@ class WorkerProcess:
             memory_fd: Descriptor of the shared memory.
             timeout_secs: No message may take longer to be sent or received than this.
         """
-        ours, theirs = socket.socketpair()
+        ours, theirs = (socket.socket(fileno=off_standard_streams(end.detach())) for end in socket.socketpair())
         trainer_fd = _pidfd(os.getpid())
         inherited = [fd for fd in (theirs.fileno(), memory_fd, trainer_fd) if fd >= 0]
-        package = str(Path(__file__).resolve().parent.parent)
         numbers = map(str, (theirs.fileno(), memory_fd, trainer_fd))
-        path = [entry for entry in sys.path if isinstance(entry, str)]
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, *numbers, package, *path],
+                [sys.executable, "-S", "-c", BOOTSTRAP, *numbers, _PACKAGE, *search_path()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=None
+                if sys.__stderr__ is not None
+                else subprocess.DEVNULL,  # closed: the number is somebody else's
                 pass_fds=inherited,
+                cwd="/",  # the trainer's may be deleted, and PyTorch cannot be imported in a deleted directory
                 start_new_session=True,  # Ctrl-C in the terminal is for the trainer, which then ends the worker
                 env=_environment(),
             )
@@ -191,14 +203,39 @@ class WorkerProcess:
 def _pidfd(pid: int) -> int:
     """A descriptor that becomes readable when process `pid` ends; -1 where the system has none (Linux before 5.3)."""
     try:
-        return os.pidfd_open(pid)
+        return off_standard_streams(os.pidfd_open(pid))
     except (AttributeError, OSError):
         return -1
 
 
+def search_path() -> list[str]:
+    """Where the child finds PyTorch, after the standard library: where the trainer has found it, then the trainer's path.
+
+    So a `random.py` or `torch.py` that the user has beside the script, or in a directory put on the path later, is not
+    imported by the child unless the trainer has imported it itself.
+    """
+    homes = [_home(sys.modules[name]) for name in ("torch", "numpy", "typing_extensions") if name in sys.modules]
+    return list(dict.fromkeys(_absolute(entry) for entry in (*homes, *sys.path) if isinstance(entry, str)))
+
+
+def _absolute(entry: str) -> str:
+    """What the child, which starts elsewhere, finds under the same name."""
+    try:
+        return os.path.abspath(entry)
+    except FileNotFoundError:  # the working directory was deleted, and what was in it
+        return "/nowhere"
+
+
+def _home(module: ModuleType) -> str:
+    """The directory on the search path that holds a module."""
+    file = Path(module.__file__ or "").absolute()
+    return str(file.parent.parent if hasattr(module, "__path__") else file.parent)
+
+
 def _environment() -> dict[str, str]:
     """The trainer's environment, without devices and without thread settings meant for the trainer's own cores."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _BINDING_VARIABLES}
+    left_out = (*_BINDING_VARIABLES, *_PATH_VARIABLES)
+    inherited = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 

@@ -22,12 +22,14 @@ class Start:
         group_ends: Cumulative end of each parameter group in the shard, in elements; the last is `layout.numel`.
         cores: Cores the worker binds itself to; `None` leaves its affinity alone.
         lr_scale: `deferred_lr_scale` of the config.
+        insist_on_cores: Whether the worker fails if the system refuses some of the cores.
     """
 
     layout: ArenaLayout
     group_ends: tuple[int, ...]
     cores: tuple[int, ...] | None
     lr_scale: str
+    insist_on_cores: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,11 @@ class Advance:
 
 @dataclass(frozen=True)
 class Ready:
-    """Worker to trainer, answers `Start`: the worker's process id and the cores it may run on."""
+    """Worker to trainer, answers `Start`: the worker's process id, the cores it may run on, and those it did not get."""
 
     pid: int
     cores: tuple[int, ...]
+    refused: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

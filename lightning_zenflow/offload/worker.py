@@ -79,7 +79,8 @@ class _BlockStep:
         clock: Step number of the bias correction, and of the noise that rounds moments.
         gradient: What the slot holds of it; `None` for nothing.
         look_ahead: How far the outbox is extrapolated.
-        delay_steps: By how many steps' beta1 that fades.
+        delay_steps: By how many steps' beta1 that fades, since the device moves on by itself; 0 if it does not, and then second
+            moments take no share of the spread either.
         outbox: What the device will see, in the dtype of the weights; `None` if it shall see nothing.
         outbox_start: Place in the shard of the outbox's first element.
     """
@@ -244,7 +245,7 @@ class HostAdamW:
             stored = arena.exp_avg[first:last], arena.exp_avg_sq[first:last]
             wide = scratch[2:, : last - first] if self._is_narrow else None
             moments = stored if wide is None else (wide[0].copy_(stored[0]), wide[1].copy_(stored[1]))
-            if step.gradient is not None and step.steps > 1:
+            if step.delay_steps and step.gradient is not None and step.steps > 1:
                 last_grad = scratch[1, : last - first].copy_(arena.slot[first:last])
                 difference = torch.sub(last_grad.mul_(step.gradient.scale), grad, out=last_grad)
                 add_spread_(moments[1], difference, hyper.beta2, step.steps)
@@ -327,12 +328,12 @@ def serve(connection: Connection, memory_fd: int, trainer_fd: int) -> None:
     arena: Arena | None = None
     try:
         start: Start = lifeline.receive()
-        if start.cores is not None:
-            bind(start.cores)
+        cores = start.cores or ()
+        refused = bind(cores, insist=start.insist_on_cores) if start.cores is not None else []
         torch.set_num_threads(1)  # passes are shared by pieces instead: faster, and the same bits for any number
         arena = Arena.open(memory_fd, start.layout)
-        adamw = HostAdamW(arena, start, len(start.cores or (0,)), lifeline.check)
-        lifeline.send(Ready(os.getpid(), tuple(sorted(os.sched_getaffinity(0)))))
+        adamw = HostAdamW(arena, start, max(1, len(cores) - len(refused)), lifeline.check)
+        lifeline.send(Ready(os.getpid(), tuple(sorted(os.sched_getaffinity(0))), tuple(refused)))
         while True:
             _handle(lifeline.receive(), adamw, lifeline)
     except TrainerGone:

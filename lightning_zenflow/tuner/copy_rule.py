@@ -11,7 +11,7 @@ import math
 
 from lightning_zenflow.tuner.host_history import SURE_WINDOWS, HostHistory
 from lightning_zenflow.tuner.host_model import HostModel
-from lightning_zenflow.tuner.wording import in_words, percent
+from lightning_zenflow.wording import in_words, percent
 
 MOST_INTERVAL = 10**9
 

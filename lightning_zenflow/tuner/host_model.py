@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightning_zenflow.tuner.wording import in_words, percent
+from lightning_zenflow.wording import in_words, percent
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_zenflow.config import MAX_SELECT_INTERVAL_STEPS, MAX_UPDATE_INTERVAL_STEPS
+from lightning_zenflow.shown import shown
+
 
 @dataclass(frozen=True)
 class Intervals:
@@ -76,13 +79,15 @@ class TunerOptions:
         value, rule = getattr(self, name), "a whole number of steps, 1 or more"
         self._require(name, isinstance(value, int) and not isinstance(value, bool), rule, TypeError)
         self._require(name, value >= 1, rule, remedy="1 is every step.")
+        limit = MAX_UPDATE_INTERVAL_STEPS if name.endswith("update_interval") else MAX_SELECT_INTERVAL_STEPS
+        self._require(name, value <= limit, f"at most {limit}", remedy="Intervals cannot be longer.")
 
     def _require(
         self, name: str, holds: bool, rule: str, error: type[Exception] = ValueError, remedy: str = ""
     ) -> None:
         if not holds:
             hint = f" {remedy}" if remedy else " Change it where the auto-tuner is set up."
-            raise error(f"`{name}` must be {rule}, got {getattr(self, name)!r}.{hint}")
+            raise error(f"`{name}` must be {rule}, got {shown(getattr(self, name))}.{hint}")
 
     @property
     def share(self) -> float:

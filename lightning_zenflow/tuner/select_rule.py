@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_zenflow.tuner.options import TunerOptions
 from lightning_zenflow.tuner.windows import MAX_SECS, Window
-from lightning_zenflow.tuner.wording import in_words, percent
+from lightning_zenflow.wording import in_words, percent
 
 STEADY_DISAGREEMENT = 0.1
 """A re-selection that replaces at most this share of the columns could have come later."""

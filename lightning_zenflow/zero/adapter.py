@@ -108,6 +108,7 @@ class ZenFlowZero(StoresState):
             timeout_secs=config.worker_timeout_secs,
             pin=get_accelerator().device_name() == "cuda",
             local_ranks=self.settings.local_ranks,
+            insist_on_cores=config.worker_cores is not None,
         )
         try:
             self._move_masters(client, table)
@@ -151,6 +152,16 @@ class ZenFlowZero(StoresState):
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
+    def enter_backward(self) -> None:
+        """Called by DeepSpeed when a backward begins."""
+        self.shard.has_whole_gradient = False
+        super().enter_backward()  # type: ignore[misc]
+
+    def exit_backward(self) -> None:
+        """Called by DeepSpeed once the gradients of a backward are reduced."""
+        super().exit_backward()  # type: ignore[misc]
+        self.shard.has_whole_gradient = self.is_gradient_accumulation_boundary()  # type: ignore[attr-defined]
+
     def take_gradient(self, segment: Segment, grad: Tensor) -> None:
         """Takes this rank's part of a reduced gradient, flat, of the current micro-batch."""
         if self.is_gradient_accumulation_boundary():  # type: ignore[attr-defined]
@@ -191,6 +202,7 @@ class ZenFlowZero(StoresState):
     def put_partial_step(self, saved: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
         for segment in self._segments.values():
             if segment.spec.name in received:
+                self.shard.has_whole_gradient = True
                 self.shard.receive(segment, received[segment.spec.name].to(self._device), is_stored=True)
         for index, spec in enumerate(self._layout.params):
             if spec.name in saved:

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Zero
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.directory import TAG
+from lightning_zenflow.checkpoint.plain import plain, plain_numbers
 from lightning_zenflow.checkpoint.widened import Widening
 from lightning_zenflow.checkpoint.writer import SteadyWriter
 from lightning_zenflow.zero.stored import StoresState
@@ -39,11 +40,12 @@ def rank_files(
     if weights_only:
         widening.forget()
         optimizer[zero.optimizer_key] = {**optimizer[zero.optimizer_key], "state": {}}
-    states = {"optimizer_state_dict": optimizer, "ds_config": engine.config, "ds_version": _version()}
+    config = plain(engine.config, "ds_config")
+    states = {"optimizer_state_dict": optimizer, "ds_config": config, "ds_version": _version()}
     files: dict[str, Any] = {Path(engine._get_zero_ckpt_name("", TAG)).name: states}
     if not weights_only:
         own = zero.own_state(with_partial_step=with_partial_step)
-        files[state_name(own.layout.rank)] = own.to_plain()
+        files[state_name(own.layout.rank)] = plain(own.to_plain(), "ShardState")
     return files
 
 
@@ -72,7 +74,9 @@ def model_file(engine: Any, client_state: Mapping[str, Any], *, exclude_frozen: 
         state = engine._common_checkpoint_state(module, zero is not None, has_frozen)
     # Without it, DeepSpeed's converter to universal checkpoints asks for a flag.
     state[UNIVERSAL_CHECKPOINT_INFO] = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    return {name: {**state, **client_state}}
+    # Lightning's part may hold any object; numbers of NumPy in its schedulers are no reason not to read it safely.
+    known = {key: plain_numbers(client_state[key]) for key in ("lr_schedulers", "loops") if key in client_state}
+    return {name: {**state, "ds_config": plain(engine.config, "ds_config"), **client_state, **known}}
 
 
 @contextmanager
@@ -127,13 +131,21 @@ def write(path: Path, content: Any, widening: Widening | None = None) -> None:
     """Writes one file with `torch.save`; it is on the disk afterwards.
 
     Without checksums, which nobody reads and which would take longer than writing: `torch.load` does not compare them.
+
+    Raises:
+        OSError: The disk is full or broken; it carries the file's name.
     """
     from torch.serialization import get_crc32_options, set_crc32_options
 
     before = get_crc32_options()
     set_crc32_options(False)
+    writer = SteadyWriter(path, widening)
     try:
-        with SteadyWriter(path, widening) as file:
-            torch.save(content, cast(IO[bytes], file))
+        with writer:
+            torch.save(content, cast(IO[bytes], writer))
+    except Exception as error:
+        if writer.error is None or error is writer.error:
+            raise
+        raise writer.error from None
     finally:
         set_crc32_options(before)

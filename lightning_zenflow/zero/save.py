@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_zenflow.checkpoint import directory
 from lightning_zenflow.checkpoint.errors import CheckpointError
+from lightning_zenflow.checkpoint.space import explained, full_disk, stored_nbytes
 from lightning_zenflow.checkpoint.widened import Widening
 from lightning_zenflow.zero import files
 from lightning_zenflow.zero.stored import StoresState
@@ -30,6 +31,7 @@ class Saving:
     def __init__(self, target: Path, rank: int, agree: Agree) -> None:
         self._target, self._rank, self._agree = target, rank, agree
         self._staging = directory.staging_path(target)
+        self._needed_nbytes: dict[str, int] = {}  # by file
 
     def run(
         self,
@@ -85,6 +87,7 @@ class Saving:
             raise
 
     def _write(self, parts: Mapping[str, Any], widening: Widening | None = None) -> None:
+        self._needed_nbytes |= {name: stored_nbytes(content) for name, content in parts.items()}
         for name, content in parts.items():
             files.write(self._staging / directory.TAG / name, content, widening)
 
@@ -111,9 +114,15 @@ class Saving:
                 f"{str(self._target)!r} was not saved: another rank could not {what}. Its error says why. What was saved"
                 " before is untouched."
             )
+        full = full_disk(error)
+        why = (
+            f"{error} {self._free()}"
+            if full is None
+            else explained(full, self._staging, sum(self._needed_nbytes.values()))
+        )
         raise CheckpointError(
-            f"{str(self._target)!r} was not saved: rank {self._rank} could not {what}: {error} {self._free()} What was saved"
-            " before is untouched."
+            f"{str(self._target)!r} was not saved: rank {self._rank} could not {what}: {why} What was saved before is"
+            " untouched."
         ) from error
 
     def _free(self) -> str:

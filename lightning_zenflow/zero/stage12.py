@@ -26,6 +26,7 @@ class ZenFlowZeroOptimizer(ZenFlowZero, DeepSpeedZeroOptimizer):
     """DeepSpeed's ZeRO-1/2 optimizer with ZenFlow's step."""
 
     reduce_bucket_size: int
+    _sums_in_autograd = False  # ZeRO-1 alone: whether earlier micro-batches of this step have gradients
 
     # -- start ------------------------------------------------------------------------------------------------------
 
@@ -86,6 +87,37 @@ class ZenFlowZeroOptimizer(ZenFlowZero, DeepSpeedZeroOptimizer):
             with get_accelerator().stream(stream):
                 self.copy_grads_in_partition(param, i)
 
+    def process_gradients(self, param: Tensor, i: int) -> None:
+        """Called by DeepSpeed with each gradient of a micro-batch."""
+        if not self.partition_gradients and not self.is_gradient_accumulation_boundary():
+            self._sums_in_autograd = True
+        if self._reduces_at_the_end:
+            self.setup_buckets()
+            if self.use_grad_accum_attribute:
+                self._fill_param_grad_accum_attribute(param)
+        else:
+            super().process_gradients(param, i)
+
+    @property
+    def _reduces_at_the_end(self) -> bool:
+        """Whether gradients wait for the end of the last backward, as without `overlap_comm`.
+
+        Which of them the last micro-batch has may differ between ranks, and they must be reduced in one order.
+        """
+        return self._sums_in_autograd and self._world_size > 1
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Called by DeepSpeed under ZeRO-1 once the last backward of a step is over.
+
+        With `overlap_comm` it has reduced what this backward had, and would drop what only earlier micro-batches have.
+        """
+        if self.overlap_comm and (self._world_size == 1 or self._reduces_at_the_end):
+            for group, params in enumerate(self.bit16_groups):
+                for param in params:
+                    if self.get_gradient_for_reduction(param) is not None:
+                        self.reduce_ready_partitions_and_remove_grads(param, group)
+        super().reduce_gradients(pipeline_parallel)
+
     def setup_buckets(self) -> None:
         """Called by DeepSpeed before the first gradient of a micro-batch: buckets that nobody fills are not allocated."""
         size = self.reduce_bucket_size
@@ -123,6 +155,7 @@ class ZenFlowZeroOptimizer(ZenFlowZero, DeepSpeedZeroOptimizer):
 
     def _put_sum(self, index: int, stored: Tensor) -> None:
         param = self._params[index]
+        self._sums_in_autograd = not self.partition_gradients
         if self.partition_gradients:
             super()._put_sum(index, stored)
         elif self.use_grad_accum_attribute:
@@ -134,6 +167,7 @@ class ZenFlowZeroOptimizer(ZenFlowZero, DeepSpeedZeroOptimizer):
 
     def _before_step(self) -> None:
         self.micro_step_id = INITIAL_MICRO_STEP_ID
+        self._sums_in_autograd = False
         self._wait_for_gradients()
 
     def own_weights(self) -> Iterator[tuple[Segment, Tensor]]:

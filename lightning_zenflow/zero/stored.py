@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_zenflow.checkpoint.plain import plain, plain_numbers
 from lightning_zenflow.checkpoint.widened import Widening
 from lightning_zenflow.optimizer import ZenFlowAdamW
 from lightning_zenflow.schedule import Schedule
@@ -91,8 +91,9 @@ class StoresState:
             state["clip_grad"] = self.stored_clip_norm
         groups = state[self.optimizer_key]["param_groups"]
         state[self.optimizer_key]["param_groups"] = [
-            {name: _plain(value) for name, value in {**_GROUP_DEFAULTS, **group}.items()} for group in groups
+            plain({**_GROUP_DEFAULTS, **group}, f"param_groups[{index}]") for index, group in enumerate(groups)
         ]
+        vars(self.loss_scaler).update(plain_numbers(vars(self.loss_scaler)))  # it is stored as it is
         return state
 
     def fp32_partitions(self) -> Iterator[tuple[Tensor, slice]]:
@@ -186,6 +187,7 @@ class StoresState:
         for segment in self._tables[self._rank].segments:
             yield segment.spec.name, self.shard.host.arena.master[segment.start : segment.stop].clone()
 
+    @torch.no_grad()  # whatever `fill` reads from, the state keeps no history of it
     def load_masters(self, fill: Callable[[HostState, ShardTable], None]) -> None:
         """Has this rank's masters and moments filled; the worker must be idle."""
         self.shard.host.reset()
@@ -235,10 +237,3 @@ class StoresState:
     def put_partial_step(self, saved: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
         """Sets what `partial_step` and `received` have returned."""
         raise NotImplementedError
-
-
-def _plain(value: Any) -> Any:
-    """Schedules may leave NumPy's numbers in a group, which `torch.load` refuses to read with `weights_only`."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_plain, value))
-    return value.item() if isinstance(value, np.generic) else value

@@ -21,12 +21,12 @@ import pytest
 import safetensors
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning_zenflow.cli import export, export_file, main
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import ZenFlowStrategy, __version__
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
+from lightning_zenflow.cli import export, export_file, main
 from tests.integration.test_checkpoints import SavesAt, Tied
 from tests.modules import CLASSES, EXPECTED_WARNINGS, FEATURES, Small, batches, fit, three_groups, weights
 from tests.plain_checkpoints import write
@@ -185,7 +185,7 @@ def test_tied_weights_take_their_place_once(trained: Trained, tmp_path: Path) ->
             "format": "pt",
             "step": "7",
             "dtype": "fp32",
-            "lightning_zenflow": export.version("lightning-zenflow"),
+            "lightning_zenflow": __version__,
             "tied:net.tied.last.weight": "net.tied.first.weight",
         }
 

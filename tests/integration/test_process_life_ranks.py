@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.live import Program, is_worker, started, warm_server
+from tests.live_ranks import BOUND_SECS, ends_because_of_the_other, two_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,36 +30,6 @@ fit(Failing(pause_secs=0.02), max_steps=-1, devices=2)
 """
 
 
-@contextmanager
-def two_ranks(folder: Path, code: str, port: int) -> Iterator[tuple[Program, Program]]:
-    """Both ranks, started from outside as `torchrun` starts them."""
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            env = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "TORCHELASTIC_RUN_ID": "live",
-            }
-            ranks.append(stack.enter_context(started(folder, code, env=env)))
-        yield ranks[0], ranks[1]
-
-
-BOUND_SECS = 15.0
-"""Gloo notices at once that a peer is gone; Lightning's launcher looks every 5 seconds."""
-
-
-def ends_because_of_the_other(rank: Program, within_secs: float = BOUND_SECS) -> None:
-    assert rank.end(within_secs) == 1, rank.output
-    assert rank.errors() == ["RuntimeError"], rank.output
-    assert "by peer" in rank.error("RuntimeError")
-
-
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_an_exception_on_one_rank_ends_both(failing: int, tmp_path: Path, free_port: int) -> None:
     """30, 32: and is the one that its rank shows."""
@@ -73,7 +42,7 @@ def test_an_exception_on_one_rank_ends_both(failing: int, tmp_path: Path, free_p
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 1)])
 def test_a_signal_to_one_rank_ends_both(number: signal.Signals, code: int, tmp_path: Path, free_port: int) -> None:
-    """30. Not SIGTERM: Lightning's handler broadcasts, whatever the other ranks are doing, and waits for them."""
+    """30."""
     with two_ranks(tmp_path, ENDLESS, free_port) as ranks:
         for rank in ranks:
             rank.wait_for("step 5")

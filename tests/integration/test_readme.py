@@ -182,7 +182,7 @@ def test_symptoms_in_the_troubleshooting_table_are_words_of_real_messages() -> N
     sources.append(Path(inspect.getfile(importlib.import_module(connector))))
     said = " ".join(path.read_text() for path in sources)
     symptoms = re.findall(r"^\| `([^`]+)` \|", README, re.MULTILINE)
-    assert len(symptoms) == 5
+    assert len(symptoms) == 4
     for symptom in symptoms:
         # What a message fills in is not in the source: names after dashes, and whatever the README leaves out.
         parts = [re.sub(r"--\S+ |: strategy=.*", "", part).strip() for part in symptom.split("...")]

@@ -98,6 +98,9 @@ CASES = {
     "warm-up": Case(zenflow={"full_warm_up_rounds": 6}),
     "manual, in threes": Case(module=partial(Numbered, manual=3)),
     "moments in bf16": Case(zenflow={"moments_dtype": "bf16"}, settings=BY_THREE),
+    "the device moves, in threes": Case(
+        zenflow={"interim_step": True}, settings={**BY_THREE, "precision": "bf16-mixed"}
+    ),
 }
 SELDOM_CASES = {
     "plain": Case(),
@@ -123,6 +126,8 @@ SELDOM_CASES = {
     "frozen parameter": Case(module=partial(Numbered, with_frozen)),
     "batch norm": Case(module=partial(Numbered, with_batch_norm)),
     "no overlap": Case(zenflow={"overlap_step": False}),
+    "the device moves, skipped steps": Case(zenflow={"interim_step": True}, module=partial(Numbered, infinite=(4, 11))),
+    "the device moves, manual": Case(zenflow={"interim_step": True}, module=partial(Numbered, manual=3)),
     "no look-ahead": Case(zenflow={"look_ahead": False}),
     "all deferred": Case(zenflow={"topk_ratio": 0}),
     "moments in bf16, all deferred": Case(zenflow={"moments_dtype": "bf16", "topk_ratio": 0}),
@@ -319,6 +324,8 @@ SETTLING = {
     "selected again": (Case(zenflow={"topk_ratio": 0}), Case()),
     "no overlap": (Case(), Case(zenflow={"overlap_step": False})),
     "no look-ahead": (Case(), Case(zenflow={"look_ahead": False})),
+    "the device moves": (Case(), Case(zenflow={"interim_step": True})),
+    "the device moves no more": (Case(zenflow={"interim_step": True}), Case()),
     "precision": (Case(settings=BF16), Case()),
     "back to bf16": (Case(), Case(settings=BF16)),
 }

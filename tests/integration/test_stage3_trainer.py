@@ -375,9 +375,11 @@ def test_an_exception_leaves_no_process_and_a_module_that_can_be_trained_again(w
 def test_an_engine_that_cannot_be_built_leaves_no_process_and_a_module_that_can_be_trained() -> None:
     """DeepSpeed looks at the schedule last."""
     module, other = Small(), Small()
-    config = {"zero_optimization": {"stage": 3}, "scheduler": {"type": "NoSuchSchedule", "params": {}}}
+    strategy = ZenFlowStrategy(stage=3)
+    # Later than here, since the strategy refuses it.
+    strategy.config["scheduler"] = {"type": "NoSuchSchedule", "params": {}}  # type: ignore[index]
     with pytest.raises(AssertionError, match="NoSuchSchedule"):
-        fit(module, strategy=ZenFlowStrategy(config=config))
+        fit(module, strategy=strategy)
     assert children() == [] and is_cut(module)
     for trained in (module, other):
         fit_cut(trained)

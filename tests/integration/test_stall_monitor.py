@@ -8,6 +8,7 @@ import math
 import os
 import statistics
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_zenflow import AutoTuner, StallMonitor
+from lightning_zenflow import AutoTuner, StallMonitor, __version__
 from lightning_zenflow.callbacks.record import read_changes
 from tests.delays import host_that_takes
 from tests.modules import EXPECTED_WARNINGS, Small, batches, fit, strategy_of
@@ -105,6 +106,22 @@ def test_the_record_lies_beside_what_the_logger_writes(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, "logs", 7)
     fit(Small(), zenflow=SETTINGS, callbacks=[StallMonitor(record=True)], logger=logger, log_every_n_steps=5)
     assert len(lines(tmp_path / "logs" / "version_7" / "zenflow.jsonl", "step")) == 10
+
+
+def test_a_package_that_is_not_installed_records_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from an archive (`python app.pyz`) or from a checkout on PYTHONPATH."""
+    from_name = metadata.Distribution.from_name
+
+    def ours_missing(name: str) -> metadata.Distribution:
+        if name == "lightning-zenflow":
+            raise metadata.PackageNotFoundError(name)
+        return from_name(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", staticmethod(ours_missing))
+    fit(Small(), zenflow=SETTINGS, callbacks=[StallMonitor(record=True)], default_root_dir=tmp_path)
+    (first,) = lines(tmp_path / "zenflow.jsonl", "run")
+    assert first["versions"]["lightning-zenflow"] == __version__
+    assert first["versions"]["deepspeed"].startswith("0.")
 
 
 class Failing(Small):

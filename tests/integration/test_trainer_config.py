@@ -128,9 +128,8 @@ def test_a_json_that_contradicts_trainer_or_package_is_refused_before_anything_s
     config: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     """FAULTS 41."""
-    strategy = ZenFlowStrategy(config={"zero_optimization": {"stage": 2}, **config})
     with pytest.raises(ValueError, match=message):
-        fit(Small(), strategy=strategy, **settings)
+        fit(Small(), strategy=ZenFlowStrategy(config={"zero_optimization": {"stage": 2}, **config}), **settings)
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")

@@ -247,12 +247,11 @@ def test_a_checkpoint_on_an_exception_is_written_and_the_exception_shown(tmp_pat
 
 def test_an_engine_that_cannot_be_built_leaves_no_process() -> None:
     """FAULTS 31: DeepSpeed looks at the schedule last."""
-    config = {
-        "zero_optimization": {"stage": 2},
-        "scheduler": {"type": "NoSuchSchedule", "params": {}},
-    }
+    strategy = ZenFlowStrategy(stage=2)
+    # Later than here, since the strategy refuses it.
+    strategy.config["scheduler"] = {"type": "NoSuchSchedule", "params": {}}  # type: ignore[index]
     with pytest.raises(AssertionError, match="NoSuchSchedule"):
-        fit(Small(), strategy=ZenFlowStrategy(config=config))
+        fit(Small(), strategy=strategy)
     try:
         assert children() == []
     finally:

@@ -176,3 +176,21 @@ step(client)
 print(client.collect().held_steps)
 """
     assert run_trainer(tmp_path, code) == ["1"]
+
+
+@pytest.mark.parametrize("closed", [(0, 1, 2), (2,)])
+def test_a_trainer_without_standard_streams_may_have_a_worker(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """The lowest free numbers are given to the next files, and the worker's standard streams are put over 0 to 2."""
+    code = f"""
+for fd in {closed}:
+    os.close(fd)
+if 2 in {closed}:
+    sys.stderr = sys.__stderr__ = None
+client = start()
+step(client)
+with open("result", "w") as file:
+    print(client.collect().held_steps, client.arena.fd > 2, client._process._connection.fileno() > 2, file=file)
+os._exit(0)
+"""
+    run_trainer(tmp_path, f"os.chdir({str(tmp_path)!r})\n{code}")
+    assert (tmp_path / "result").read_text() == "1 True True\n"

@@ -5,11 +5,12 @@ import errno
 import json
 import logging
 import os
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from lightning_zenflow import __version__
 from lightning_zenflow.checkpoint import directory, disk
 from lightning_zenflow.checkpoint.directory import begin, commit, discard, remove, removing_path, staging_path
 from tests.saves import PARTS, names, number_in, save, write
@@ -43,7 +44,7 @@ def test_a_save_puts_all_files_in_place_and_lists_them_with_their_sizes(target):
     assert names(target.parent) == ["last.ckpt"]
     assert json.loads((target / "checkpoint" / "zenflow.json").read_text()) == {
         "format": 1,
-        "version": version("lightning-zenflow"),
+        "version": __version__,
         "facts": {"world_size": 2, "step": 7, "note": "é", "betas": [0.9, 0.95]},
         "files": {
             "latest": 10,
@@ -52,6 +53,17 @@ def test_a_save_puts_all_files_in_place_and_lists_them_with_their_sizes(target):
             **{f"checkpoint/{part}": 20 for part in PARTS},
         },
     }
+
+
+def test_a_package_that_is_not_installed_saves_too(target, monkeypatch):
+    """As in an archive (`python app.pyz`) or from a checkout on PYTHONPATH: there is nobody to ask for its version."""
+    monkeypatch.setattr(metadata.Distribution, "from_name", staticmethod(not_installed))
+    save(target, 1)
+    assert json.loads((target / "checkpoint" / "zenflow.json").read_text())["version"] == __version__
+
+
+def not_installed(name):
+    raise metadata.PackageNotFoundError(name)
 
 
 def test_a_save_replaces_the_one_before_and_leaves_nothing_else(target, swap):

@@ -13,9 +13,9 @@ from docstring_parser import parse_from_object
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning_zenflow.cli import ZenFlowCLI, main
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow.cli import ZenFlowCLI, main
 
 HERE = ["--seed_everything", "1", "--trainer.accelerator", "cpu", "--trainer.logger", "false"]
 CLASS_PATH = ["--trainer.strategy", "lightning_zenflow.ZenFlowStrategy"]
@@ -176,17 +176,23 @@ def test_another_strategy_without_settings_is_left_alone() -> None:
     ("args", "message"),
     [
         (["--zenflow.topk_ratio", "5"], "`topk_ratio` must be a number from 0 to 1, got 5.0. 0.1 means ten percent."),
-        (["--zenflow.topk_ratio", "abc"], "`topk_ratio` must be a number from 0 to 1, got 'abc'."),
+        (
+            ["--zenflow.topk_ratio", "abc"],
+            "`topk_ratio` must be a number from 0 to 1, got 'abc'. 0.1 means ten percent.",
+        ),
         (
             ["--zenflow.update_interval", "2.5"],
             "`update_interval` must be a whole number of at least 1, or \"auto\", got '2.5'. It counts steps, from 1 to 1000.",
         ),
-        (["--zenflow.select_strategy", "steps"], "`select_strategy` must be auto, step or epoch, got 'steps'."),
+        (
+            ["--zenflow.select_strategy", "steps"],
+            "`select_strategy` must be auto, step or epoch, got 'steps'. It is the unit of `select_interval`.",
+        ),
         (["--zenflow.topkratio", "0.1"], "`zenflow` has no key `topkratio`. Did you mean `topk_ratio`?"),
         (["--zenflow", '{"topkratio": 0.1}'], "`zenflow` has no key `topkratio`. Did you mean `topk_ratio`?"),
         (
             ["--zenflow.offload", "true"],
-            "`offload` must be false (true is not supported yet), got True.",
+            "`offload` must be false (true is not supported yet), got True. Leave it out.",
         ),
         (
             ["--zenflow.select_interval", "7"],
@@ -212,7 +218,7 @@ def test_another_strategy_without_settings_is_left_alone() -> None:
         ),
         (
             [*CLASS_PATH, "--trainer.strategy.zenflow.topk_ratio", "abc"],
-            "`topk_ratio` must be a number from 0 to 1, got 'abc'.",
+            "`topk_ratio` must be a number from 0 to 1, got 'abc'. 0.1 means ten percent.",
         ),
         (
             [*CLASS_PATH, "--trainer.strategy.stage", "4"],

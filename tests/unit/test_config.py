@@ -21,6 +21,7 @@ WRONG_TYPE: dict[str, list[Any]] = {
     "full_warm_up_rounds": [1.0, "3", None, True],
     "pt_reserved_cores_perc": ["half", None, True],
     "look_ahead": [1, "yes", None],
+    "interim_step": [1, "yes", None, 0.3],
     "worker_cores": [3, "0,1", [0.0], [True], ["0"], {0, 1}],
     "worker_timeout_secs": ["300", None, True],
 }
@@ -52,6 +53,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "full_warm_up_rounds": [0, 100],
     "pt_reserved_cores_perc": [0, 0.5, 1],
     "look_ahead": [True, False],
+    "interim_step": [True, False],
     "deferred_lr_scale": ["linear", "sqrt", "none"],
     "moments_dtype": ["fp32", "bf16"],
     "worker_cores": [None, [0], [3, 1]],
@@ -67,7 +69,7 @@ def test_the_tables_cover_every_field() -> None:
     assert set(ACCEPTED) == set(FIELDS)
     # Fields with a list of words have no type of their own: anything else is out of range.
     assert set(WRONG_TYPE) == set(FIELDS) - {"select_strategy", "deferred_lr_scale", "moments_dtype"}
-    assert set(OUT_OF_RANGE) == set(FIELDS) - {"overlap_step", "offload", "look_ahead"}
+    assert set(OUT_OF_RANGE) == set(FIELDS) - {"overlap_step", "offload", "look_ahead", "interim_step"}
 
 
 @pytest.mark.parametrize(("name", "value"), _pairs(ACCEPTED))

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from lightning_zenflow.cli import checks, doctor, measure
 from lightning_zenflow.cli.checks import Check
-
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.memory import Available
 
@@ -83,12 +83,12 @@ def test_the_malicious_releases_of_lightning_fail(
         ("torch", "2.12.1", "fail"),
         ("torch", "2.13.0+cu130", "ok"),
         ("torch", "2.14.0.dev20260901", "ok"),
-        ("torch", "2.15.0", "warn"),
+        ("torch", "2.15.0", "fail"),
         ("lightning", "2.6.0", "fail"),
         ("lightning", "2.6.1", "ok"),
-        ("lightning", "3.0.0", "warn"),
+        ("lightning", "3.0.0", "fail"),
         ("deepspeed", "0.18.0", "fail"),
-        ("deepspeed", "0.20.1", "warn"),
+        ("deepspeed", "0.20.1", "fail"),
         ("deepspeed", None, "fail"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zenflow import ZenFlowConfig, ds_config
+from lightning_zenflow import ZenFlowConfig, ds_blocks, ds_config
 
 
 def nested(path: str, value: Any, stage: int = 2) -> dict[str, Any]:
@@ -79,6 +79,8 @@ REFUSED = [
     ("hybrid_engine.enabled", True),
     ("sequence_parallel_size", 2),
     ("compile.deepcompile", True),
+    ("zero_force_ds_cpu_optimizer", True),
+    ("zero_allow_untested_optimizer", False),
 ]
 OF_STAGE_3 = [
     ("zero_optimization.offload_param.device", "cpu"),
@@ -153,9 +155,21 @@ def test_auto_is_left_to_the_trainer_where_it_knows() -> None:
     }
     ds_config.drop_auto(config)
     assert config == {
+        "fp16": {"loss_scale": 0},
+        "bf16": {},
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
     }
+    ds_config.settle_precision(config, "16-mixed")
+    assert config["fp16"] == {"loss_scale": 0, "enabled": True} and config["bf16"] == {"enabled": False}
+
+
+def test_the_older_name_of_bf16_is_as_good() -> None:
+    config: dict[str, Any] = {"bfloat16": {"enabled": True}}
+    ds_config.drop_auto(config)
+    assert config == {"bf16": {"enabled": True}}
+    with pytest.raises(ValueError, match="`bfloat16` must be left out beside `bf16`"):
+        ds_config.drop_auto({"bfloat16": {}, "bf16": {}})
 
 
 @pytest.mark.parametrize(("block", "name"), [("optimizer", "lr"), ("scheduler", "warmup_num_steps")])
@@ -196,11 +210,16 @@ def test_config_and_trainer_that_agree_are_fine(config: dict[str, Any], precisio
 
 def test_the_global_batch_size_must_be_what_loader_trainer_and_ranks_make() -> None:
     config = {"train_micro_batch_size_per_gpu": 4}
-    ds_config.check_batch_size(config, None, 2, 3)
-    ds_config.check_batch_size(config, 24, 2, 3)
+    ds_config.check_batch_size(config, 2, 3)
+    ds_config.check_batch_size(config, 2, 3, train_batch_size=24, accumulation_steps=2)
     message = r"`train_batch_size` must be 24 \(batch of 4, accumulated 2 times, on 3 ranks\), got 32"
     with pytest.raises(ValueError, match=message):
-        ds_config.check_batch_size(config, 32, 2, 3)
+        ds_config.check_batch_size(config, 2, 3, train_batch_size=32)
+    message = (
+        r"`accumulate_grad_batches` must agree with the DeepSpeed config, got 2 and `gradient_accumulation_steps`=4"
+    )
+    with pytest.raises(ValueError, match=message):
+        ds_config.check_batch_size(config, 2, 3, accumulation_steps=4)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +238,7 @@ def test_the_global_batch_size_must_be_what_loader_trainer_and_ranks_make() -> N
 )
 def test_an_optimizer_block_means_what_deepspeed_means(block: dict[str, Any], expected: dict[str, Any]) -> None:
     before = copy.deepcopy(block)
-    assert ds_config.optimizer_settings(block) == expected
+    assert ds_blocks.optimizer_settings(block) == expected
     assert block == before
 
 
@@ -236,12 +255,12 @@ def test_an_optimizer_block_means_what_deepspeed_means(block: dict[str, Any], ex
 )
 def test_an_optimizer_block_that_is_not_supported_is_named(block: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        ds_config.optimizer_settings(block)
+        ds_blocks.optimizer_settings(block)
 
 
 @pytest.mark.parametrize("value", ["cpu", True])
 def test_offload_param_must_be_a_mapping(value: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"`zero_optimization.offload_param` must be a mapping, got .*\"device\": \"cpu\""
+        TypeError, match=r"`zero_optimization.offload_param` must be a mapping, got .*\"device\": \"cpu\""
     ):
         ds_config.complete({"zero_optimization": {"stage": 3, "offload_param": value}})

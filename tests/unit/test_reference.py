@@ -178,6 +178,38 @@ def test_the_device_is_shown_the_master_extrapolated_along_its_last_move():
     assert reference.masters("w").flatten().tolist() == [-4, -3]
 
 
+def test_the_device_moves_on_by_itself_until_the_next_update():
+    reference = two_deferred_elements(look_ahead=False, interim=True)
+    shown = []
+    for _ in range(3):
+        reference.step({"w": torch.ones(1, 2)})
+        shown.append(reference.weights("w").flatten().tolist())
+    # At step 1 nothing is known of earlier gradients. Later their mean square is 1, and so is the share, as beta1 is 0.
+    assert shown == [pytest.approx(expected) for expected in ([0, 0], [-1, -2], [-3, -3])]
+    assert reference.masters("w").flatten().tolist() == [-2, -3]
+    reference.settle()
+    assert reference.weights("w").flatten().tolist() == [-3, -3]
+
+
+def test_a_skipped_step_takes_back_what_the_device_did_by_itself():
+    reference = two_deferred_elements(look_ahead=False, interim=True)
+    for _ in range(3):
+        reference.step({"w": torch.ones(1, 2)})
+    assert not reference.step({"w": torch.full((1, 2), math.inf)})
+    assert torch.equal(reference.weights("w"), reference.masters("w"))
+
+
+def test_half_of_the_spread_of_gradients_goes_into_the_second_moment():
+    moments = []
+    for interim in (False, True):
+        reference = two_deferred_elements(look_ahead=False, interim=interim)
+        for gradient in (1.0, 5.0):
+            reference.step({"w": torch.full((1, 2), gradient)})
+        state = reference.states["w"]
+        moments.append(state.exp_avg_sq[0, 0].item())
+    assert moments == [9, 9 + 0.5 * 4]  # beta2 is 0
+
+
 def test_overlap_shows_exactly_what_no_overlap_showed_one_step_before():
     parameters = mixed_parameters()
     late, prompt = (

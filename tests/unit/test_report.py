@@ -17,15 +17,16 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.image import imread
+
 from lightning_zenflow.cli.report import PAGE, PICTURE, TRACE, main
 from lightning_zenflow.cli.report.bins import bins_of, running_ratio
 from lightning_zenflow.cli.report.lanes import windows_of
 from lightning_zenflow.cli.report.read import find_files, read_run
 from lightning_zenflow.cli.report.series import series_of
 from lightning_zenflow.cli.report.style import COLOURS
-from lightning_zenflow.cli.report.words import count_text, secs_text
-from matplotlib.image import imread
-
+from lightning_zenflow.cli.report.words import count_text
+from lightning_zenflow.wording import in_words
 from tests.records import Line, decision_line, header, simulate, step_line, write, write_run
 
 
@@ -123,7 +124,7 @@ def test_the_numbers_of_page_and_terminal_are_those_of_the_record(
             {
                 "Steps": f"{steps[0]['step']} to {steps[-1]['step']}",
                 "Median step": f"{1000 * statistics.median(line['step_secs'] for line in steps):.0f} ms",
-                "Slowest step": f"{secs_text(slowest['step_secs'])} (step {slowest['step']})",
+                "Slowest step": f"{in_words(slowest['step_secs'])} (step {slowest['step']})",
                 "Stall, share of the time": percent(update + select, total)
                 + (", over the budget" if update + select > 0.05 * total else ""),
                 "of it update stall": percent(update, total),
@@ -200,21 +201,6 @@ def test_the_running_share_is_that_of_the_last_steps(tmp_path: Path) -> None:
     series = series_of(read_run([write(tmp_path / "a.jsonl", [header(), *steps_with([0.5, 0.5, 1.0, 0.2])])]))
     running = running_ratio(series, series.stall_secs, 2)
     assert running.tolist() == pytest.approx([0.1 / 0.5, 0.2 / 1.0, 0.2 / 1.5, 0.2 / 1.2])
-
-
-@pytest.mark.parametrize(
-    ("secs", "text"),
-    [
-        (0.0000123, "12.3 µs"),
-        (0.1567, "157 ms"),
-        (1.5, "1.50 s"),
-        (119.9, "120 s"),
-        (725, "12 min 5 s"),
-        (7260, "2 h 1 min"),
-    ],
-)
-def test_durations_read_well(secs: float, text: str) -> None:
-    assert secs_text(secs) == text
 
 
 def test_counts_read_well() -> None:

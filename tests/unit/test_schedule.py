@@ -53,6 +53,14 @@ def test_look_ahead_is_the_middle_of_the_time_a_block_is_visible(update_interval
     assert Schedule(update_interval, None, overlap=overlap).plan(9).look_ahead == expected
 
 
+def test_the_device_moves_for_as_long_as_an_update_is_late_but_neither_in_warm_up_nor_at_a_selection():
+    schedule = Schedule(4, 10, warm_up_steps=2, interim=True)
+    assert [schedule.plan(step).delay_steps for step in (1, 2, 3, 4, 13)] == [0, 0, 2.5, 2.5, 2.5]
+    assert [schedule.plan(step).interim for step in (1, 2, 3, 4, 13, 14)] == [False, False, False, True, False, True]
+    assert not Schedule(1, None, overlap=False, interim=True).plan(9).interim  # nothing is late
+    assert Schedule(4, None).plan(9).delay_steps == 0
+
+
 def test_look_ahead_can_be_switched_off():
     assert Schedule(4, None, look_ahead=False).plan(9).look_ahead == 0.0
 

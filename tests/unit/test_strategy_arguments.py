@@ -16,7 +16,6 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
@@ -234,7 +233,7 @@ def test_arguments_with_their_defaults_are_as_good_as_left_out() -> None:
 
 
 def test_a_config_that_is_not_there_is_named() -> None:
-    with pytest.raises(MisconfigurationException, match=r"the path does not exist: no/such\.json"):
+    with pytest.raises(ValueError, match=r"^`config` must be the path of .*, got 'no/such.json', which is not there\."):
         ZenFlowStrategy(config="no/such.json")
 
 

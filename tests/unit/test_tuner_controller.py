@@ -299,7 +299,7 @@ def test_reasons_tell_what_was_measured() -> None:
     controller = Controller(TunerOptions(), START)
     slow_host = Window(8, 0.14, 0.07, None, 0.06, 0.15)
     assert controller.decide(slow_host).reason == (
-        "update_interval 4 -> 8: the host needs 210 ms a step (accumulate 60 ms, AdamW 600 ms / 4) while the device computes"
+        "update_interval 4 -> 8: the host needs 210 ms a step (accumulate 60.0 ms, AdamW 600 ms / 4) while the device computes"
         " for 140 ms; update stall 33 % of 210 ms."
     )
     reselected = Window(16, 0.14, 0.0, 0.7, 0.06, 0.075, disagreement=0.2)
@@ -308,7 +308,7 @@ def test_reasons_tell_what_was_measured() -> None:
         " 140 ms costs 2.0 % (budget 2.5 %)."
     )
     assert controller.decide(Window(16, 0.14, 0.0, None, 0.06, 0.075)).reason == (
-        "kept: update stall 0.0 % of 140 ms; with 7, the host needs 146 ms a step (accumulate 60 ms, AdamW 600 ms / 7) while"
+        "kept: update stall 0.0 % of 140 ms; with 7, the host needs 146 ms a step (accumulate 60.0 ms, AdamW 600 ms / 7) while"
         " the device computes for 140 ms. A re-selection of 700 ms every 256 steps of 140 ms costs 2.0 % (budget 2.5 %)."
     )
 
@@ -319,4 +319,6 @@ def test_the_reason_says_when_no_interval_is_enough_and_when_the_host_is_slower_
     assert "no interval up to 16 is enough, and with 15 the step is within 2 % of the fastest" in too_slow.reason
     hidden = Controller(TunerOptions(), START)
     reasons = [hidden.decide(Window(8, 0.1, 0.05, None, 0.02, 0.05)).reason for _ in range(3)]
-    assert "to be judged after 3 windows" in reasons[0] and ", and 80 ms that its busy times do not show" in reasons[2]
+    assert (
+        "to be judged after 3 windows" in reasons[0] and ", and 80.0 ms that its busy times do not show" in reasons[2]
+    )

@@ -144,22 +144,22 @@ def test_reasons_tell_what_copying_costs() -> None:
         return controller.decide(window).reason
 
     measured = (
-        "update stall 0.0 % of 19 ms; copying 1/2 of the weights takes 0.9 ms of 19 ms a step (4.8 %, budget 2.5 %)"
+        "update stall 0.0 % of 18.9 ms; copying 1/2 of the weights takes 900 µs of 18.9 ms a step (4.8 %, budget 2.5 %)"
     )
     for _ in range(2):
         assert reason(0.0018) == f"kept: {measured}, to be judged after 3 windows. Nothing is selected."
     assert reason(0.0018) == (
-        "update_interval 2 -> 4: copying 1/2 of the weights takes 0.9 ms of 19 ms a step (4.8 %, budget 2.5 %);"
-        " update stall 0.0 % of 19 ms."
+        "update_interval 2 -> 4: copying 1/2 of the weights takes 900 µs of 18.9 ms a step (4.8 %, budget 2.5 %);"
+        " update stall 0.0 % of 18.9 ms."
     )
     assert reason(0.0018) == (
-        "kept: update stall 0.0 % of 18 ms; with 3, copying 1/3 of the weights would take 0.6 ms of 19 ms a step (3.2 %,"
+        "kept: update stall 0.0 % of 18.4 ms; with 3, copying 1/3 of the weights would take 600 µs of 18.6 ms a step (3.2 %,"
         " budget 2.5 %). Nothing is selected."
     )
     one = Controller(TunerOptions(), Intervals(1, None))
     reasons = [one.decide(copying_window(1, 0.0006, 0.018)).reason for _ in range(4)]
     # 1.3 times its share is no reason to leave.
-    assert "copying all weights takes 0.6 ms of 19 ms a step (3.2 %, budget 2.5 %). Nothing" in reasons[-1]
+    assert "copying all weights takes 600 µs of 18.6 ms a step (3.2 %, budget 2.5 %). Nothing" in reasons[-1]
     free = Controller(TunerOptions(), Intervals(1, None))
     assert "copying" not in free.decide(copying_window(1, 0.0)).reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 
@@ -10,7 +11,7 @@ import pytest
 from lightning_zenflow.tuner import Intervals, TunerOptions
 from lightning_zenflow.tuner.gradient_rule import GradientRule, gradient_bound
 from lightning_zenflow.tuner.host_model import HostModel
-from lightning_zenflow.tuner.wording import in_words, percent
+from lightning_zenflow.wording import in_words, percent
 
 # -- the model of the host ---------------------------------------------------------------------------------------------
 
@@ -188,13 +189,20 @@ def test_the_budget_is_shared_equally_by_both_stalls() -> None:
 @pytest.mark.parametrize(
     ("secs", "expected"),
     [
-        (0.0, "0.0 ms"),
-        (0.0014, "1.4 ms"),
-        (0.00996, "10 ms"),
-        (0.21, "210 ms"),
-        (0.9996, "1 s"),
+        (0.0, "0 s"),
+        (0.0000123, "12.3 µs"),
+        (0.0009996, "1.00 ms"),
+        (0.0014, "1.40 ms"),
+        (0.009996, "10.0 ms"),
+        (0.1567, "157 ms"),
+        (0.9996, "1.00 s"),
         (3.216, "3.22 s"),
-        (10_800, "10800 s"),
+        (119.4, "119 s"),
+        (119.6, "2 min 0 s"),
+        (725, "12 min 5 s"),
+        (7260, "2 h 1 min"),
+        (1e7, "2,777 h 46 min"),
+        (math.inf, "inf s"),
     ],
 )
 def test_times_read_as_people_write_them(secs: float, expected: str) -> None:
