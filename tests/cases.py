@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -253,5 +254,8 @@ def pieces_of(numel: int | None) -> Iterator[None]:
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
-    scale = expected.norm().item()
-    return (got - expected).norm().item() / scale if scale else got.norm().item()
+    """How far apart they are; infinite where numbers are missing, which `max` would pass over."""
+    distance, scale = (got - expected).norm().item(), expected.norm().item()
+    if not math.isfinite(distance):
+        return math.inf
+    return distance / scale if scale else distance
