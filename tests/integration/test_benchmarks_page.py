@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from lightning_zenflow.cli import growth
 
+from lightning_zenflow.cli import growth
 from tests.integration.test_readme import run
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -15,9 +15,9 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning_zenflow.cli import ZenFlowCLI, main
 
 from lightning_zenflow import AutoTuner, StallMonitor, ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow.cli import ZenFlowCLI, main
 from tests.modules import EXPECTED_WARNINGS, OFTEN, QUIET, Small, batches, fit, weights
 
 pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_zenflow.cli.bench.settings import KEEP_MEMORY
 
 from lightning_zenflow import traffic
+from lightning_zenflow.cli.bench.settings import KEEP_MEMORY
 from lightning_zenflow.work import Work
 from tests import moved_bytes
 from tests.conftest import RunRanks

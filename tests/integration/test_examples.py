@@ -13,9 +13,9 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import yaml
-from lightning_zenflow.cli import main
 
 from examples.quickstart import CharGPT, StandardLibraryText
+from lightning_zenflow.cli import main
 
 REPO = Path(__file__).resolve().parents[2]
 PICTURE = REPO / "examples" / "zenflow-report.png"

@@ -14,11 +14,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-from lightning_zenflow.cli import main
 from torch import Tensor, nn
 
 from lightning_zenflow.checkpoint.errors import CheckpointError
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
+from lightning_zenflow.cli import main
 from tests.interop import ALL_SELECTED, Steady, differing, rounded, run, shown, to_universal
 from tests.modules import CLASSES, EXPECTED_WARNINGS, FEATURES, Small, batches, fit, fit_plainly, trainer
 from tests.resuming import (

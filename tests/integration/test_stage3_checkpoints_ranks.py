@@ -11,9 +11,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-from lightning_zenflow.cli import main
 
 from lightning_zenflow.checkpoint.reader import StoredCheckpoint
+from lightning_zenflow.cli import main
 from tests.interop import ALL_SELECTED, Steady, differing, run, shown, to_universal
 from tests.modules import EXPECTED_WARNINGS, batches, fit_plainly, three_groups, trainer
 from tests.resuming import (

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
+
 from lightning_zenflow.cli.bench import arguments, figures, picture, view
 from lightning_zenflow.cli.bench.figures import Figures, Measured, figures_of
 from lightning_zenflow.cli.bench.job import Job, Run
 from lightning_zenflow.cli.bench.result import Result, hardware_of
-from matplotlib.image import imread
 
 
 def run(step_ms: list[float], **fields: Any) -> Run:

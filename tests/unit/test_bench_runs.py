@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
+from examples.quickstart import CharGPT, StandardLibraryText
 from lightning_zenflow.cli import bench
 from lightning_zenflow.cli.bench import (
     arguments,
@@ -30,8 +32,6 @@ from lightning_zenflow.cli.bench import (
 from lightning_zenflow.cli.bench.compare import compare
 from lightning_zenflow.cli.bench.job import Job, Run
 from lightning_zenflow.cli.bench.processes import RunFailed, run_job
-
-from examples.quickstart import CharGPT, StandardLibraryText
 
 FAMILY = """
 import subprocess, sys, time

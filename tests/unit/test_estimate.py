@@ -15,12 +15,12 @@ from typing import Any, get_args
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning_zenflow.cli import estimate, machine, presets, sizes
-from lightning_zenflow.cli.measure import HostBandwidth
-from lightning_zenflow.cli.presets import PRESETS
 from torch import nn
 
 from lightning_zenflow import costs, footprint, recommended, traffic
+from lightning_zenflow.cli import estimate, machine, presets, sizes
+from lightning_zenflow.cli.measure import HostBandwidth
+from lightning_zenflow.cli.presets import PRESETS
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.memory import Available
 from lightning_zenflow.rates import Rates

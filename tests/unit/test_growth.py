@@ -8,11 +8,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
 from lightning_zenflow.cli import growth
 from lightning_zenflow.cli.growth import picture, results, run, tables
 from lightning_zenflow.cli.growth.results import CoresPoint, Growth, RanksPoint, StepPoint
-from matplotlib.image import imread
-from rich.console import Console
 
 
 def step_point(numel: int, tensors: int, overhead_secs: float, core_ratio: float = 0.99) -> StepPoint:

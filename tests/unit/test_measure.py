@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_zenflow.cli import measure, passes, rehearsal
 
+from lightning_zenflow.cli import measure, passes, rehearsal
 from lightning_zenflow.offload.worker import HostAdamW
 
 ANY_CORE = [min(os.sched_getaffinity(0))]

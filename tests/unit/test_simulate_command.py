@@ -13,6 +13,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.image import imread
+
 from lightning_zenflow.cli import simulate as command
 from lightning_zenflow.cli.simulate import experiment
 from lightning_zenflow.cli.simulate.experiment import (
@@ -27,8 +29,6 @@ from lightning_zenflow.cli.simulate.experiment import (
 from lightning_zenflow.cli.simulate.picture import COLOURS, MARKERS, picture_png, spread
 from lightning_zenflow.cli.simulate.view import NAMES, as_dict, notes, show
 from lightning_zenflow.cli.simulate.workload import Workload
-from matplotlib.image import imread
-
 from lightning_zenflow.offload.errors import WorkerDied
 
 HOST_SECS = 0.04

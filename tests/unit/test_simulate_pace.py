@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from lightning_zenflow.cli.simulate.pace import PacedDevice, PacedTransfers, RealClock
 
+from lightning_zenflow.cli.simulate.pace import PacedDevice, PacedTransfers, RealClock
 from tests.fake_host import FakeClock
 
 BANDWIDTH = 100.0

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from lightning_zenflow.cli.simulate import workload as workload_module
 from lightning_zenflow.cli.simulate.experiment import METHODS, SYNCHRONOUS, ZENFLOW, simulate
 from lightning_zenflow.cli.simulate.methods import Method, ShardMethod
 from lightning_zenflow.cli.simulate.whole_model import PARTS, WholeModel
 from lightning_zenflow.cli.simulate.workload import SEGMENTS, Workload
-
 from lightning_zenflow.offload.protocol import Restore, Update
 from tests.fake_host import FakeClock, FakeHosts
 
