@@ -62,8 +62,9 @@ class FakeClient:
         gradient: Gradient | None = None,
         *,
         others: bool = False,
+        delay_steps: float = 0.0,
     ) -> None:
-        command = Update(block, half, clock, look_ahead, tuple(groups), gradient, others)
+        command = Update(block, half, clock, look_ahead, tuple(groups), gradient, others, delay_steps)
         assert all(half != running.half for done, running in self._queue if done > self._clock.now()), "half in use"
         layout = self.arena.layout
         start, stop = block_range(layout.numel, layout.blocks, block)
