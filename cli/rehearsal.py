@@ -121,7 +121,7 @@ class Stage:
         self.model(x).backward()
         self._secs["compute"].append(self._now() - begin - self._received_secs)
         begin = self._now()
-        self._inbox.finish().sum().item()
+        self._inbox.finish().item()
         self._secs["down"].append(self._now() - begin + self._received_secs)
         gradient = Gradient(1.0, (HYPER.lr,))
         client.update(plan.block, number % 2, number, plan.look_ahead, (HYPER,), gradient, others=True)

@@ -108,8 +108,8 @@ class GradientInbox:
         exact = self._scratch[: grad.numel()].copy_(grad)  # on CPU, faster than PyTorch's norm with an fp32 result
         return torch.dot(exact, exact)
 
-    def finish(self) -> Tensor:
-        """Waits for all gradients of this step and returns this rank's sums of squares, fp32 `[parameters]` on the device.
+    def finish(self, *, by_parameter: bool = False) -> Tensor:
+        """Waits for all gradients of this step; this rank's sum of squares, fp32 on the device: `[1]`, or `[parameters]`.
 
         A segment that got no gradient counts as zero, as ZeRO has it.
         """
@@ -121,12 +121,15 @@ class GradientInbox:
                 if not self._selecting:
                     for slot in self._selected.layout.slots(segment):
                         self._selected.wire[slot.start : slot.stop].zero_()
-        sums = torch.zeros(len(self._table.params), dtype=torch.float32, device=self._device)
         squares = [square for of_param in self._squares.values() for square in of_param]
-        if squares:
-            owners = [param for param, of_param in self._squares.items() for _ in of_param]
-            sums.index_add_(0, torch.tensor(owners).to(self._device), torch.stack(squares))
-        return sums
+        count = len(self._table.params) if by_parameter else 1
+        if not squares:
+            return torch.zeros(count, dtype=torch.float32, device=self._device)
+        if not by_parameter:
+            return torch.stack(squares).sum(0, keepdim=True)
+        owners = [param for param, of_param in self._squares.items() for _ in of_param]
+        sums = torch.zeros(count, dtype=torch.float32, device=self._device)
+        return sums.index_add_(0, torch.tensor(owners).to(self._device), torch.stack(squares))
 
     def gather_selected(self) -> None:
         """Fetches the gradient of newly selected columns, which has left the device already, from the host slot."""

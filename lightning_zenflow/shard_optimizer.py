@@ -144,9 +144,10 @@ class ShardOptimizer:
     def grad_norm(self, loss_scale: float) -> float:
         """Global norm of the gradient received so far, unscaled, over all ranks. Every rank must call it."""
         if self._squares is None:
-            self._squares = self.inbox.finish()
+            self._squares = self.inbox.finish(by_parameter=self._schedule.interim)
             self._sum_over_ranks(self._squares)
-        return math.sqrt(self._squares.sum().item()) / loss_scale
+        total = self._squares.sum() if self._schedule.interim else self._squares
+        return math.sqrt(total.item()) / loss_scale
 
     def step(self, *, loss_scale: float, clip_norm: float) -> Outcome:
         """Applies or skips one step. `finish_step` must follow, once the ranks have exchanged what changed.
