@@ -1,0 +1,46 @@
+"""One run of fine-tuning for `accuracy.py`: the model and data of `finetune_sentiment.py`, without checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from examples.finetune_sentiment import SentimentData, SentimentModel
+from examples.pretrain_char_gpt import Losses
+from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+
+
+def finetune(
+    path: Path,
+    kind: Literal["classification", "regression"],
+    zenflow: Mapping[str, Any] | None,
+    *,
+    lr: float,
+    seed: int,
+    epochs: int,
+) -> tuple[dict[str, float], list[float]]:
+    """Test metrics by name, and the training loss of every step."""
+    seed_everything(seed, verbose=False)
+    losses = Losses()
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="auto" if zenflow is None else ZenFlowStrategy(zenflow=ZenFlowConfig(**zenflow)),
+        max_epochs=epochs,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        callbacks=[losses],
+        enable_checkpointing=False,
+        **quiet,
+    )
+    model = SentimentModel(task=kind, lr=lr)
+    data = SentimentData(str(path), least_rating=0.5 if kind == "classification" else 0.0)
+    trainer.fit(model, data)
+    (metrics,) = trainer.test(model, data, verbose=False)
+    figures = {name.removeprefix("test_"): float(value) for name, value in metrics.items()}
+    return figures, torch.stack(losses.values).tolist()

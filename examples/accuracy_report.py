@@ -1,0 +1,154 @@
+"""What the runs of `accuracy.py` come to: means and spreads over seeds, differences of pairs, tables and curves."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from examples.accuracy import Result
+
+BASELINE = "AdamW"
+LOWER_IS_BETTER = {"loss"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one task at one rate, over the seeds that it has.
+
+    Attributes:
+        task: Its task.
+        method: Its name.
+        lr: Its rate.
+        figure: Which of the figures of its runs.
+        seeds: How many.
+        mean: Over them.
+        spread: Standard deviation over them; NaN for one.
+        difference: Mean over seeds of its figure less the baseline's with the same seed; NaN without any pair.
+        error: Standard error of that difference; NaN for fewer than two pairs.
+    """
+
+    task: str
+    method: str
+    lr: float
+    figure: str
+    seeds: int
+    mean: float
+    spread: float
+    difference: float
+    error: float
+
+
+def rows_of(results: Sequence[Result]) -> list[Row]:
+    """A row for each task, figure, rate and method, in the order in which they first appear."""
+    values: dict[tuple[str, str, float, str], dict[int, float]] = {}
+    for result in results:
+        run = result.run
+        for figure, value in result.figures.items():
+            values.setdefault((run.task, figure, run.lr, run.method), {})[run.seed] = value
+    rows = []
+    for (task, figure, lr, method), by_seed in values.items():
+        baseline = values.get((task, figure, lr, BASELINE), {})
+        differences = [value - baseline[seed] for seed, value in by_seed.items() if seed in baseline]
+        rows.append(
+            Row(
+                task,
+                method,
+                lr,
+                figure,
+                seeds=len(by_seed),
+                mean=statistics.fmean(by_seed.values()),
+                spread=_deviation(list(by_seed.values())),
+                difference=statistics.fmean(differences) if differences else math.nan,
+                error=_deviation(differences) / math.sqrt(max(1, len(differences))),
+            )
+        )
+    return rows
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def best_rates(rows: Sequence[Row]) -> list[Row]:
+    """Of each task, figure and method the row of its own best rate."""
+    best: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        key = row.task, row.figure, row.method
+        sign = 1 if row.figure in LOWER_IS_BETTER else -1
+        if key not in best or sign * row.mean < sign * best[key].mean:
+            best[key] = row
+    return list(best.values())
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Markdown: all rates, then each method at its own best rate where there are several."""
+    parts = []
+    for task, figure in dict.fromkeys((row.task, row.figure) for row in rows):
+        own = [row for row in rows if (row.task, row.figure) == (task, figure)]
+        parts.append(f"## {task}: {figure}\n\n{_table(own, paired=True)}")
+        if len({row.lr for row in own}) > 1:
+            parts.append(f"Each method at its own best rate:\n\n{_table(best_rates(own), paired=False)}")
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[Row], *, paired: bool) -> str:
+    baseline = next((row.mean for row in rows if row.method == BASELINE), math.nan)
+    lines = ["| method | rate | mean | spread | less AdamW's | seeds |", "|---|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: row.lr):
+        if row.method == BASELINE:
+            less = ""
+        elif paired:
+            less = f"{row.difference:+.4f} ± {row.error:.4f}"
+        else:
+            less = f"{row.mean - baseline:+.4f}"
+        lines.append(f"| {row.method} | {row.lr:g} | {row.mean:.4f} | {row.spread:.4f} | {less} | {row.seeds} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_report(results: Sequence[Result], folder: Path) -> None:
+    """Writes `accuracy.md` and `accuracy.png`.
+
+    Raises:
+        ValueError: There are no results.
+    """
+    if not results:
+        raise ValueError(
+            f"`output` must be a folder with runs.jsonl, got {str(folder)!r}. Run `pretrain` or `finetune` first."
+        )
+    (folder / "accuracy.md").write_text(tables(rows_of(results)))
+    _draw(results, folder / "accuracy.png")
+
+
+def _draw(results: Sequence[Result], path: Path) -> None:
+    """A panel for each task and rate: the course of the loss, a band from the lowest to the highest seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((result.run.task, result.run.lr) for result in results))
+    columns = min(3, len(panels))
+    figure = Figure(figsize=(5 * columns, 3.6 * math.ceil(len(panels) / columns)), layout="constrained")
+    FigureCanvasAgg(figure)
+    methods = list(dict.fromkeys(result.run.method for result in results))
+    for number, (task, lr) in enumerate(panels, start=1):
+        axes = figure.add_subplot(math.ceil(len(panels) / columns), columns, number)
+        for place, method in enumerate(methods):
+            curves = [one.curve for one in results if (one.run.task, one.run.lr, one.run.method) == (task, lr, method)]
+            if not curves:
+                continue
+            steps = list(zip(*curves, strict=False))
+            shares = [(at + 0.5) / len(steps) for at in range(len(steps))]
+            colour = f"C{place}"
+            axes.plot(shares, [statistics.fmean(step) for step in steps], color=colour, label=method)
+            lowest, highest = [min(step) for step in steps], [max(step) for step in steps]
+            axes.fill_between(shares, lowest, highest, alpha=0.15, color=colour)
+        axes.set_title(f"{task}, rate {lr:g}")
+        axes.set_xlabel("share of the run")
+        axes.set_ylabel("training loss")
+        axes.set_yscale("log")
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)

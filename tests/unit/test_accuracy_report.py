@@ -1,0 +1,107 @@
+"""`examples/accuracy.py`: which runs it makes, what it leaves out, and what its tables say of runs with known results."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from examples import accuracy
+from examples.accuracy import METHODS, Result, Run, execute, main, means, read, runs_of
+from examples.accuracy_report import best_rates, rows_of, tables
+from lightning_zenflow import ZenFlowConfig
+
+
+def result(method: str, seed: int, value: float, lr: float = 1e-3, figure: str = "loss") -> Result:
+    return Result(Run("pretrain", method, lr, seed, 10), {figure: value}, [3.0, 2.0, value])
+
+
+RESULTS = [
+    *(result("AdamW", seed, 2.0 + seed) for seed in range(3)),
+    *(result("U = 4", seed, 2.1 + seed + 0.1 * seed) for seed in range(3)),
+    result("AdamW", 0, 1.5, lr=2e-3),
+    result("U = 4", 0, 2.5, lr=2e-3),
+]
+
+
+def test_every_method_is_a_valid_setting() -> None:
+    for name in METHODS:
+        settings = Run("pretrain", name, 1e-3, 0, 10).zenflow
+        assert (settings is None) == (name == "AdamW")
+        assert settings is None or ZenFlowConfig(**settings).select_interval == 64
+
+
+def test_runs_come_seed_by_seed_and_in_pairs() -> None:
+    runs = list(runs_of(["a", "b"], ["AdamW", "U = 4"], [1e-3], seeds=2, size=5))
+    assert len(set(runs)) == len(runs) == 8
+    assert [run.seed for run in runs] == [0] * 4 + [1] * 4
+    assert [run.method for run in runs[:2]] == ["AdamW", "U = 4"] and runs[0].task == runs[1].task
+
+
+def test_means_spreads_and_paired_differences() -> None:
+    rows = {(row.method, row.lr): row for row in rows_of(RESULTS)}
+    ours = rows["U = 4", 1e-3]
+    assert (ours.seeds, ours.mean) == (3, pytest.approx(3.2))
+    assert ours.spread == pytest.approx(1.1)  # 2.1, 3.2, 4.3
+    assert ours.difference == pytest.approx(0.2)  # 0.1, 0.2, 0.3
+    assert ours.error == pytest.approx(0.1 / math.sqrt(3))
+    assert math.isnan(rows["U = 4", 2e-3].error) and rows["U = 4", 2e-3].difference == 1.0
+
+
+def test_a_seed_without_its_pair_counts_for_the_mean_alone() -> None:
+    rows = rows_of([result("AdamW", 0, 1.0), result("U = 4", 0, 2.0), result("U = 4", 1, 6.0)])
+    assert (rows[1].mean, rows[1].difference) == (4.0, 1.0)
+
+
+def test_the_best_rate_is_the_lowest_loss_and_the_highest_of_everything_else() -> None:
+    assert {row.method: row.lr for row in best_rates(rows_of(RESULTS))} == {"AdamW": 2e-3, "U = 4": 2e-3}
+    scores = [result("AdamW", 0, 0.5, figure="f1"), result("AdamW", 0, 0.7, lr=2e-3, figure="f1")]
+    assert best_rates(rows_of(scores))[0].lr == 2e-3
+
+
+def test_tables_show_all_rates_and_then_each_ones_best() -> None:
+    text = tables(rows_of(RESULTS))
+    assert "## pretrain: loss" in text and "| U = 4 | 0.001 | 3.2000 | 1.1000 | +0.2000 ± 0.0577 | 3 |" in text
+    assert text.split("own best rate:")[1].count("| U = 4 | 0.002 | 2.5000 | nan | +1.0000 | 1 |") == 1
+
+
+def test_means_over_pieces_of_a_run() -> None:
+    assert means([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
+    assert means([1.0], 2) == [1.0]
+    assert sum(means([float(value) for value in range(103)], 20)) / 20 == pytest.approx(51, abs=0.5)
+
+
+def test_a_command_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, runs = tmp_path / "out" / "runs.jsonl", list(runs_of(["a"], ["AdamW"], [1e-3], 3, 5))
+    seen: list[Run] = []
+
+    def train(run: Run) -> Result:
+        if run.seed == 2 and len(seen) < 3:
+            raise KeyboardInterrupt
+        seen.append(run)
+        return Result(run, {"loss": 1.0})
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(runs, path, train)
+    assert [one.run for one in read(path)] == runs[:2]
+    seen.append(runs[2])
+    execute(runs, path, train)
+    assert [one.run for one in read(path)] == runs and seen[3:] == [runs[2]]
+
+
+def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"run": {"task": "a"}}\n')
+    with pytest.raises(ValueError, match=r"must be results of this program, got .* in line 1\. Remove it"):
+        read(path)
+
+
+def test_a_report_has_tables_and_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"must be a folder with runs\.jsonl"):
+        main(["report", "--output", str(tmp_path)])
+    monkeypatch.setattr(accuracy, "read", lambda path: RESULTS)
+    main(["report", "--output", str(tmp_path)])
+    assert "own best rate" in (tmp_path / "accuracy.md").read_text()
+    assert imread(tmp_path / "accuracy.png").shape[1] > 800
