@@ -191,9 +191,11 @@ def test_the_stall_monitor_logs_fixed_names_once_per_step_with_the_norm_before_a
         assert 0 < metrics["zenflow/step_secs"] < 10
         assert 0 <= metrics["zenflow/stall_ratio"] <= 1
         assert metrics["zenflow/to_host_bytes"] > 0 and metrics["zenflow/to_device_bytes"] > 0
-        assert metrics["zenflow/worker_accumulate_secs"] > 0 and metrics["zenflow/worker_update_secs"] > 0
         assert metrics["zenflow/skipped_steps"] == 0
         assert 1 <= metrics["zenflow/deferred_age_steps"] <= 4
+    # What the host took is known when it has answered, on a busy machine some steps later.
+    for name in ("zenflow/worker_accumulate_secs", "zenflow/worker_update_secs"):
+        assert max(metrics[name] for _, metrics in ours) > 0
 
 
 def test_the_stall_monitor_stays_silent_when_nothing_is_to_be_logged_and_refuses_other_strategies() -> None:
