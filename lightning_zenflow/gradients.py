@@ -121,13 +121,14 @@ class GradientInbox:
                 if not self._selecting:
                     for slot in self._selected.layout.slots(segment):
                         self._selected.wire[slot.start : slot.stop].zero_()
-        squares = [square for of_param in self._squares.values() for square in of_param]
+        # In the order of parameters: that of arrival is another one after a resume within a step, and so would be the last bit.
+        squares = [square for param in sorted(self._squares) for square in self._squares[param]]
         count = len(self._table.params) if by_parameter else 1
         if not squares:
             return torch.zeros(count, dtype=torch.float32, device=self._device)
         if not by_parameter:
             return torch.stack(squares).sum(0, keepdim=True)
-        owners = [param for param, of_param in self._squares.items() for _ in of_param]
+        owners = [param for param in sorted(self._squares) for _ in self._squares[param]]
         sums = torch.zeros(count, dtype=torch.float32, device=self._device)
         return sums.index_add_(0, torch.tensor(owners).to(self._device), torch.stack(squares))
 

@@ -23,8 +23,6 @@ allow_fp16_on_any_cpu()
 
 # Two tests run at a time on a machine of two cores: more threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Without it, a matrix product's last bit depends on where its tensors lie in memory, on some processors. Read at the first one.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 REPO = Path(__file__).resolve().parent.parent
