@@ -133,7 +133,7 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
         case.warm_up,
         case.overlap,
         case.look_ahead,
-        interim=case.interim and case.topk_ratio < 1 and not case.offload_params,
+        interim=case.interim and case.topk_ratio < 1 and not (case.stage == 3 and case.offload_params),
     )
     worst = {"gradient": 0.0, "weights": 0.0, "norm": 0.0}
     with (
