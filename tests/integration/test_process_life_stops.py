@@ -150,7 +150,8 @@ from lightning_zenflow import rendezvous
 rendezvous.ANSWER_SECS = 1.0
 class Stopping(Callback):
     def on_exception(self, trainer, pl_module, exception):
-        os.kill(int(open("pid").read()), signal.SIGSTOP)
+        if trainer.global_rank == 1:
+            os.kill(int(open("pid").read()), signal.SIGSTOP)
 if os.environ["RANK"] == "0":
     open("pid", "w").write(str(os.getpid()))
 """
