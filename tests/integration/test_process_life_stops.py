@@ -164,4 +164,5 @@ if os.environ["RANK"] == "0":
         assert ranks[1].end(30) == 1
         assert ranks[1].errors() == ["ValueError"], ranks[1].output
         ranks[0].send(signal.SIGCONT)
-        ends_because_of_the_other(ranks[0])
+        assert ranks[0].end(30) == 1, ranks[0].output
+        assert ranks[0].errors()[:1] == ["RuntimeError"], ranks[0].output
