@@ -141,7 +141,11 @@ def test_after_any_signal_the_last_checkpoint_is_whole_and_training_resumes(
     with started(tmp_path, ENDLESS) as program:
         strike(program, whom, number, random.Random(seed))
         assert program.end(15) in OUTCOMES[whom, number], program.output
-        assert program.errors()[-1:] in ([], ["lightning_zenflow.offload.errors.WorkerDied"])
+        # In the middle of a save it is the save that says so, with the same cause.
+        died = [
+            f"lightning_zenflow.{name}" for name in ("offload.errors.WorkerDied", "checkpoint.errors.CheckpointError")
+        ]
+        assert not program.errors() or program.errors()[-1] in died
     last = max((int(re.findall(r"step=(\d+)", path.name)[0]), path) for path in whole(tmp_path))
     code = (
         f"fit(Tiny(width=2000), train=batches(6), max_steps={last[0] + 4}, max_epochs=-1, ckpt_path={str(last[1])!r})"
