@@ -66,10 +66,14 @@ class InterimStep:
             # A matrix without any gradient so far stays where it is.
             self._inverse_rms = torch.where(rms > 0, 1 / rms, torch.zeros_like(rms)).unbind()
 
+    @property
+    def needs_rates(self) -> bool:
+        """Whether `begin` must come before the next gradient. Asked with each one, of which a step has thousands."""
+        return self.is_due and self._rates is None
+
     def begin(self, groups: Sequence[Hyper], loss_scale: float) -> None:
         """With the first gradient of a step: how far each group's weights go."""
-        if self.is_due and self._rates is None:
-            self._rates = [group.lr * (1 - group.beta1**self._delay_steps) / loss_scale for group in groups]
+        self._rates = [group.lr * (1 - group.beta1**self._delay_steps) / loss_scale for group in groups]
 
     def move(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
         """Elements `start` to `stop` of the shard, by a gradient that arrives during backward, still times the loss scale.

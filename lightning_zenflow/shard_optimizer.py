@@ -134,7 +134,7 @@ class ShardOptimizer:
         One that is stored, from a checkpoint, has moved the weights before it was saved.
         """
         self._squares = None
-        if not is_stored:
+        if self.interim.needs_rates and not is_stored:
             self.interim.begin(self._hypers(), loss_scale)
         if self._settles_ahead:  # the host has all of backward for what the coming barrier needs
             self._settles_ahead = False
