@@ -5,8 +5,8 @@
     python -m examples.accuracy report --output accuracy
 
 Runs that `accuracy/runs.jsonl` has already are left out, so a command that was interrupted goes on where it was. `report`
-writes tables (`accuracy.md`) and curves (`accuracy.png`) into the same folder. AdamW is plain PyTorch in fp32; a pair of runs
-has the same seed, so the same first weights and the same batches.
+writes tables (`accuracy.md`) and curves (`accuracy.png`) into the same folder. AdamW is plain PyTorch with weights in fp32; a pair of
+runs has the same seed, so the same first weights and the same batches.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from rich.progress import track
 
 from examples.accuracy_report import write_report
 
-FIXED: dict[str, Any] = {"select_strategy": "step", "select_interval": 64}
-"""In all runs of ZenFlow: intervals that follow measured times would be others in each run."""
+FIXED: dict[str, Any] = {"select_strategy": "step", "select_interval": 64, "update_interval": 4}
+"""Unless a method says otherwise: intervals that follow measured times would be others in each run."""
 
-DEFAULT: dict[str, Any] = {"update_interval": 4}
+AUTO: dict[str, Any] = {"select_strategy": "auto", "select_interval": "auto", "update_interval": "auto"}
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "AdamW": None,
-    "U = 4": DEFAULT,
-    **{f"U = {steps}": {"update_interval": steps} for steps in (1, 2, 8)},
-    **{f"U = {steps}, interim": {"update_interval": steps, "interim_step": True} for steps in (1, 2, 4, 8)},
-    **{f"U = 4, k = {ratio}": {**DEFAULT, "topk_ratio": ratio} for ratio in (0.01, 0.05, 0.3)},
-    **{f"U = 4, rate {scale}": {**DEFAULT, "deferred_lr_scale": scale} for scale in ("sqrt", "none")},
-    "U = 4, no look-ahead": {**DEFAULT, "look_ahead": False},
+    "defaults": AUTO,
+    **{f"U = {steps}": {"update_interval": steps} for steps in (4, 1, 2, 8)},
+    **{
+        f"U = {steps}, no interim step": {"update_interval": steps, "interim_step": False} for steps in (4, 1, 2, 8)
+    },
+    **{f"U = 4, k = {ratio}": {"topk_ratio": ratio} for ratio in (0.01, 0.05, 0.3)},
+    **{f"U = 4, rate {scale}": {"deferred_lr_scale": scale} for scale in ("sqrt", "none")},
+    "U = 4, no look-ahead": {"look_ahead": False},
 }
-"""By the name that tables show: what differs from the defaults of `ZenFlowConfig`; `None` is plain AdamW."""
+"""By the name that tables show: what differs from `FIXED` and the defaults of `ZenFlowConfig`; `None` is plain AdamW."""
 
 TASKS: dict[str, tuple[str, Literal["classification", "regression"]]] = {
     "movie": ("movieReviewSnippets.tsv", "classification"),
@@ -155,7 +157,7 @@ def arguments() -> argparse.ArgumentParser:
         part = parts.add_parser(name)
         part.add_argument("--seeds", type=int, default=3 if name == "pretrain" else 5)
         part.add_argument("--rates", type=float, nargs="+", default=rates)
-        part.add_argument("--methods", nargs="+", choices=list(METHODS), default=["AdamW", "U = 4"], metavar="METHOD")
+        part.add_argument("--methods", nargs="+", choices=list(METHODS), default=["AdamW", "defaults", "U = 4"], metavar="METHOD")
         part.add_argument(f"--{unit}", dest="size", type=int, default=size)
         part.add_argument("--output", type=Path, default=Path("accuracy"))
         if name == "finetune":

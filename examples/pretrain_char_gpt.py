@@ -37,6 +37,16 @@ class Losses(Callback):
         self.values.append(outputs["loss"].detach())
 
 
+class SameBatches(Callback):
+    """Seeds anew before the first batch: strategies for several devices do so at other times than those for one."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seed_everything(self.seed, verbose=False)
+
+
 def pretrain(
     zenflow: Mapping[str, Any] | None, *, lr: float, seed: int, steps: int, precision: Any = "32-true", width: int = 128
 ) -> list[float]:
@@ -46,11 +56,12 @@ def pretrain(
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
+        use_distributed_sampler=False,  # it would draw other batches
         strategy="auto" if zenflow is None else ZenFlowStrategy(zenflow=ZenFlowConfig(**zenflow)),
         precision=precision,
         max_steps=steps,
         gradient_clip_val=1.0,
-        callbacks=[losses],
+        callbacks=[losses, SameBatches(seed)],
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,

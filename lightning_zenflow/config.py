@@ -111,7 +111,7 @@ class ZenFlowConfig:
     """Show the device each deferred weight extrapolated along its last move, to the middle of the time it stays
     visible. The fp32 master is never extrapolated."""
 
-    interim_step: bool = False
+    interim_step: bool = True
     """Let the device move deferred weights itself at each step, along the gradient, until the host's update arrives, and give
     second moments a share of the spread of gradients. For high learning rates and long update
     intervals. Costs a pass over the weights, and with several ranks under ZeRO-1 and 2 the gathering of all weights
