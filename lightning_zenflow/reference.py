@@ -23,9 +23,6 @@ from torch import Tensor
 from lightning_zenflow.rounding import noise_at, rounded
 from lightning_zenflow.schedule import Schedule, StepPlan, block_range
 
-SPREAD_SHARE = 0.5
-"""How much of the variance of the n gradients of an update its second moment takes."""
-
 INTERIM_DECAY = 0.98
 """Of the moving average of squared gradients by which the device moves deferred weights."""
 
@@ -377,7 +374,8 @@ class ZenFlowReference:
     ) -> None:
         """AdamW (arXiv 1711.05101) on the elements in `mask`, standing for `steps` steps and ending at the clock.
 
-        `spread` is how far the last of several gradients is from their mean: half of its square goes into v.
+        `spread` is how far the last of several gradients is from their mean: its square, which estimates their variance, goes
+        into v.
         """
         settings = self.groups[state.group]
         w, m, v, g = (x[mask] for x in (state.master, state.exp_avg, state.exp_avg_sq, gradient))
@@ -387,7 +385,7 @@ class ZenFlowReference:
         else:
             g = g + settings["weight_decay"] * w
         m = beta1**steps * m + (1 - beta1**steps) * g
-        square = g * g if spread is None else g * g + SPREAD_SHARE * spread[mask] ** 2
+        square = g * g if spread is None else g * g + spread[mask] ** 2
         v = beta2**steps * v + (1 - beta2**steps) * square
         m_hat = m / (1 - beta1**self.clock)
         v_hat = v / (1 - beta2**self.clock)
