@@ -32,7 +32,8 @@ def test_every_method_is_a_valid_setting() -> None:
         settings = Run("pretrain", name, 1e-3, 0, 10).settings
         assert (settings is None) == (name == "AdamW")
         settings = settings.settings if isinstance(settings, Emulation) else settings
-        assert settings is None or ZenFlowConfig(**settings).select_interval == 64
+        interval = "auto" if name == "defaults" else 64
+        assert settings is None or ZenFlowConfig(**settings).select_interval == interval
 
 
 def test_runs_come_seed_by_seed_and_in_pairs() -> None:
