@@ -1,7 +1,7 @@
 """Trains with ZenFlow or with a variant of its reference in the place of AdamW, under the same Trainer.
 
-An emulation is an optimizer in this process: no DeepSpeed, no worker, and weights stay in fp32. It gets the groups of the optimizer
-that the model returned, so the model's scheduler goes on as it is.
+An emulation is an optimizer in this process: no DeepSpeed, no worker, and weights stay in fp32. It gets the groups of the
+optimizer that the model returned, so the model's scheduler goes on as it is.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ReferenceOptimizer(Optimizer):
             moments_dtype=config.moments_dtype,
         )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -16,17 +16,20 @@ from torch import Tensor
 from lightning_zenflow.reference import INTERIM_DECAY, ParameterState, ZenFlowReference
 from lightning_zenflow.schedule import StepPlan
 
+ALL: Any = ...
+"""The index of all elements."""
+
 
 def columns_of(state: ParameterState) -> Any:
     """The index of what is selected: everything of a vector."""
-    return (slice(None), state.columns) if len(state.shape) >= 2 else ...
+    return (slice(None), state.columns) if len(state.shape) >= 2 else ALL
 
 
 class SlicedReference(ZenFlowReference):
     """`ZenFlowReference` for one rank, some ten times as fast on large models."""
 
     def _take(self, state: ParameterState, gradient: Tensor, plan: StepPlan) -> None:
-        at_once = ... if plan.block is None else columns_of(state)
+        at_once = ALL if plan.block is None else columns_of(state)
         self._adamw(state, at_once, gradient, self.groups[state.group]["lr"], steps=1)
         if plan.block is None:
             self._round_moments(state, ~state.selected)
@@ -41,7 +44,7 @@ class SlicedReference(ZenFlowReference):
         before = [values.clone() for values in (part.master, part.exp_avg, part.exp_avg_sq)]
         mean = part.accumulated / steps
         spread = None if last is None else last.reshape(-1)[elements] - mean
-        self._adamw(part, ..., mean, lr, steps=steps, spread=spread)
+        self._adamw(part, ALL, mean, lr, steps=steps, spread=spread)
         for values, old in zip((part.master, part.exp_avg, part.exp_avg_sq), before, strict=True):
             torch.where(part.selected, old, values, out=values)
         self._round_moments(part, ~part.selected)

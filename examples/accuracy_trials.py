@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.accuracy_sliced import SlicedReference, columns_of
+from examples.accuracy_sliced import ALL, SlicedReference, columns_of
 from lightning_zenflow.reference import ParameterState
 from lightning_zenflow.schedule import StepPlan
 
@@ -40,7 +40,7 @@ class PaperForm(SlicedReference):
         }
 
     def _take(self, state: ParameterState, gradient: Tensor, plan: StepPlan) -> None:
-        at_once = columns_of(state)[1] if len(state.shape) >= 2 and plan.block is not None else ...
+        at_once = columns_of(state)[1] if len(state.shape) >= 2 and plan.block is not None else ALL
         self._updates[id(state)][at_once] += 1
         super()._take(state, gradient, plan)
 
@@ -72,7 +72,7 @@ class PaperForm(SlicedReference):
         deferred = torch.ones(state.master.shape[1], dtype=torch.bool)
         deferred[state.columns] = False
         self._updates[id(state)] += deferred
-        self._adamw(state, ..., state.accumulated / steps, lr, steps=1)
+        self._adamw(state, ALL, state.accumulated / steps, lr, steps=1)
         for one, old in zip(values, kept, strict=True):
             one[selected] = old
         state.accumulated.zero_()

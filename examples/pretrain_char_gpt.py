@@ -49,7 +49,7 @@ class SameBatches(Callback):
 def pretrain(
     method: Method, *, lr: float, seed: int, steps: int, precision: Any = "32-true", width: int = 128
 ) -> list[float]:
-    """The training loss of every step: with ZenFlow's settings, with an emulation, or with plain AdamW; the same data for all."""
+    """The training loss of every step, with ZenFlow, an emulation or plain AdamW; the same data for all."""
     seed_everything(seed, verbose=False)
     losses = Losses()
     strategy, callbacks = trained_by(method)

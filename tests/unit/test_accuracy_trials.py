@@ -1,4 +1,4 @@
-"""The emulations of `examples/accuracy.py`: as fast as slices allow, the same as the reference, and each other than it as it says."""
+"""The emulations of `examples/accuracy.py`: slices give what masks give, and each variant differs in what it says."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ def settings_of(**changed: Any) -> dict[str, Any]:
 
 def parameters() -> list[tuple[str, Tensor, int]]:
     generator = torch.Generator().manual_seed(0)
-    return [(name, 0.2 * torch.randn(shape, generator=generator), at % 2) for at, (name, shape) in enumerate(SHAPES.items())]
+    return [
+        (name, 0.2 * torch.randn(shape, generator=generator), at % 2) for at, (name, shape) in enumerate(SHAPES.items())
+    ]
 
 
 def gradients(step: int) -> dict[str, Tensor]:
     """Columns differ in size from step to step, so that selections do."""
     generator = torch.Generator().manual_seed(1000 + step)
-    return {name: torch.randn(s, generator=generator) * torch.rand(s[1:], generator=generator) for name, s in SHAPES.items()}
+    return {
+        name: torch.randn(s, generator=generator) * torch.rand(s[1:], generator=generator) for name, s in SHAPES.items()
+    }
 
 
 def one_matrix(kind: type[ZenFlowReference], schedule: Schedule, cols: int = 2, rows: int = 2, **settings: Any) -> Any:
