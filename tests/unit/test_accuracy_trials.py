@@ -95,6 +95,7 @@ def test_the_papers_form_updates_all_at_once_and_shows_it_an_interval_later(over
     masters, shown = [], []
     for step in range(1, 9):
         assert paper.step({"w": torch.full((2, 2), 3.0 if step % 2 else -1.0)})
+        assert paper.held == [step % 2] * 2
         masters.append(paper.masters("w"))
         shown.append(paper.weights("w"))
     # One rate for two steps, along their mean, on every element at once.
@@ -171,9 +172,8 @@ def test_scores_by_adam_are_relative_to_what_gradients_were() -> None:
     grown = [[10.0, 0.1, 0.3]] * 10 + [[10.0, 1.0, 0.3]]
     assert selected_at_last(SlicedReference, grown) == [0]
     assert selected_at_last(ScoresByAdam, grown) == [1]
-    assert selected_at_last(ScoresByAdam, [[0.1, 2.0, 1.0]] * 1 + [[0.0] * 3]) == [0]  # of zeros, the first
-    first = one_matrix(ScoresByAdam, Schedule(4, 9), cols=3, topk_ratio=0.3)
-    first.step({"w": torch.tensor([0.1, 2.0, 1.0]).expand(2, -1)})
+    first = one_matrix(ScoresByAdam, Schedule(4, 9), topk_ratio=0.5)
+    first.step({"w": torch.tensor([[1.0, 5.0], [1.0, 0.0]])})
     assert first.selected_columns("w").tolist() == [1]
 
 
