@@ -215,6 +215,10 @@ class FollowsReference(Callback):
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert isinstance(pl_module, Small)
+        if not self._batches:  # before the device moves deferred weights in backward
+            with gathered(pl_module.net.parameters()):
+                self._state = {name: value.clone() for name, value in pl_module.net.state_dict().items()}
         self._batches.append(batch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -234,8 +238,7 @@ class FollowsReference(Callback):
     def _autograd(self, trainer: Trainer, module: Small) -> dict[str, Tensor]:
         """The gradient of this step's batches, averaged over ranks, as plain PyTorch computes it in fp32."""
         twin = module.make_net()
-        with gathered(module.net.parameters()):
-            twin.load_state_dict(module.net.state_dict())
+        twin.load_state_dict(self._state)
         for batch in self._batches:
             (module.loss(twin, [part.float() if part.is_floating_point() else part for part in batch])).backward()
         grads = {}
