@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.gradients import GradientInbox
+from lightning_zenflow.interim import InterimStep
 from lightning_zenflow.offload.client import HostClient
 from lightning_zenflow.offload.layout import ArenaLayout
 from lightning_zenflow.offload.protocol import Accumulated, Gradient
@@ -49,6 +50,7 @@ class Parts:
     update: float
     device_adamw: float
     write: float
+    interim: float
     move: float
 
 
@@ -79,9 +81,13 @@ class Stage:
         self._inbox = GradientInbox(table, self.selected, self._transfers, device(), arena.slot, self.client.wait_slot)
         self._flat = torch.cat([param.detach().view(-1) for param in params])
         self._weights = ShardWeights(table, [self._flat])
-        self._schedule = Schedule(BLOCKS, None)
+        self._interim = InterimStep(table, self._weights, self._transfers, device())
+        self._interim.observe(
+            torch.ones(len(specs), device=device()), 1.0
+        )  # it moves nothing before it has seen something
+        self._schedule = Schedule(BLOCKS, None, interim=True)
         self._secs: dict[str, list[float]] = defaultdict(list)
-        self._received_secs = 0.0
+        self._received_secs = self._moved_secs = 0.0
         for param, segment in zip(params, table.segments, strict=True):
             param.register_post_accumulate_grad_hook(self._receiver(segment))
 
@@ -95,8 +101,11 @@ class Stage:
             begin = self._now()
             assert param.grad is not None
             self._inbox.receive(segment, param.grad.view(-1))
+            received = self._now()
+            self._interim.move(segment, segment.start, segment.stop, param.grad.view(-1))
             param.grad = None
-            self._received_secs += self._now() - begin
+            self._received_secs += received - begin
+            self._moved_secs += self._now() - received
 
         return receive
 
@@ -116,10 +125,13 @@ class Stage:
         client, plan = self.client, self._schedule.plan(number)
         assert plan.block is not None
         self._inbox.open(selecting=False)
-        self._received_secs = 0.0
+        self._interim.open(plan)
+        self._interim.begin((HYPER,), 1.0)
+        self._received_secs = self._moved_secs = 0.0
         begin = self._now()
         self.model(x).backward()
-        self._secs["compute"].append(self._now() - begin - self._received_secs)
+        self._secs["compute"].append(self._now() - begin - self._received_secs - self._moved_secs)
+        self._secs["interim"].append(self._moved_secs)
         begin = self._now()
         self._inbox.finish().item()
         self._secs["down"].append(self._now() - begin + self._received_secs)
@@ -192,6 +204,7 @@ def rehearse(
         update_secs=parts.update / block,
         device_adamw_secs=parts.device_adamw / chosen,
         write_secs=parts.write / chosen,
+        interim_secs=parts.interim / numel,
         move_secs=parts.move / chosen,
         offload_down_secs=offload.down_secs,
         offload_step_secs=offload.step_secs,

@@ -145,11 +145,15 @@ def zenflow(work: Work, rates: Rates, update_interval: int) -> Step:
     link, reduce = _not_hidden_secs(work, rates, down)
     block = work.shard_numel / update_interval
     up = block * copy_secs(work, rates)
-    exchanged = traffic.exchanged_numel(work, work.numel / update_interval + work.selected_numel)
+    interim = 0.0
+    if work.moves_deferred:  # a block that arrives is moved again, by the gradient that lies with the host
+        interim = (work.shard_numel + block) * rates.interim_secs
+        up += block * rates.up_secs if rates.link_overlaps else 0.0
+    exchanged = traffic.exchanged_numel(work, traffic.changed_numel(work, update_interval))
     busy = Step(
         compute_secs=compute_secs(work, rates, beside_host=True),
         link_secs=link + up,
-        optimizer_secs=work.selected_shard_numel * (rates.device_adamw_secs + _write_secs(work, rates)),
+        optimizer_secs=work.selected_shard_numel * (rates.device_adamw_secs + _write_secs(work, rates)) + interim,
         exchange_secs=reduce + between_devices_secs(work, rates, exchanged),
     )
     update_secs = rates.update_secs
@@ -163,7 +167,7 @@ def zenflow(work: Work, rates: Rates, update_interval: int) -> Step:
         exchange_secs=busy.exchange_secs,
         stall_secs=max(0.0, host - busy.step_secs),
         host_secs=host,
-        link_busy_secs=_link_busy_secs(work, rates, down, block),
+        link_busy_secs=_link_busy_secs(work, rates, down, 2 * block if work.moves_deferred else block),
     )
 
 

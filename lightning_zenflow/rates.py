@@ -68,6 +68,7 @@ class Rates:
         update_secs: The host updates an element of a block, with its gradient.
         device_adamw_secs: AdamW on an element that lives on the device.
         write_secs: A selected element is written into the weights.
+        interim_secs: The device moves a deferred weight by its gradient.
         move_secs: A selected element goes home and a newly selected one is fetched, fp32 weight and moments.
         offload_down_secs: As `down_secs`, in DeepSpeed's own ZeRO-Offload, which copies gradients in fp32.
         offload_step_secs: As `update_secs`, in DeepSpeed's own ZeRO-Offload.
@@ -84,6 +85,7 @@ class Rates:
     update_secs: float
     device_adamw_secs: float
     write_secs: float
+    interim_secs: float
     move_secs: float
     offload_down_secs: float
     offload_step_secs: float
@@ -124,6 +126,7 @@ class Rates:
             update_secs=update_bytes(wire_bytes) / host_bandwidth,
             device_adamw_secs=device_adamw_bytes(wire_bytes) / device_bandwidth,
             write_secs=(wire_bytes + CACHE_LINE_BYTES) / device_bandwidth,
+            interim_secs=3 * wire_bytes / device_bandwidth,  # the gradient is read, the weight read and written
             move_secs=2 * 12 / link_bandwidth + column_bytes / host_bandwidth,
             offload_down_secs=4 / link_bandwidth + offload_device_bytes(wire_bytes) / device_bandwidth,
             offload_step_secs=offload_step_bytes(wire_bytes) / host_bandwidth,

@@ -308,7 +308,7 @@ class ZenFlowStrategy(IntervalsStrategy):
             self._skipped_steps_logged = stats.skipped_steps
             rank_zero_warn(
                 f"Step after {stats.step} skipped: the gradient norm is {stats.grad_norm} ({stats.skipped_steps} skipped so"
-                " far). Nothing of it is applied.",
+                " far). No weight changes by it.",
                 category=RuntimeWarning,
             )
 

@@ -58,6 +58,11 @@ def exchanged_numel(work: Work, changed_numel: float) -> float:
     return 0.0 if work.stage == 3 else changed_numel
 
 
+def changed_numel(work: Work, update_interval: int) -> float:
+    """Weights that differ after a step: one block and what is selected, or all if the device itself moves deferred ones."""
+    return work.numel if work.moves_deferred else work.numel / update_interval + work.selected_numel
+
+
 def reduced_numel(work: Work) -> int:
     """Elements that bring a micro-batch's gradients together, as `received` takes them.
 
@@ -76,13 +81,15 @@ def received(work: Work, numel: float) -> float:
 
 
 def zenflow(work: Work, update_interval: int) -> Traffic:
-    """Every gradient goes to the host, one block comes back.
+    """Every gradient goes to the host, one block comes back, and its gradient if the device itself moves deferred weights.
 
     With offloaded parameters the block stays in host memory; selected values go there, and weights come for each pass.
     """
     down = work.shard_numel + (work.selected_shard_numel if work.offload_parameters else 0)
     up = 0.0 if work.offload_parameters else work.shard_numel / update_interval
-    exchanged = exchanged_numel(work, work.numel / update_interval + work.selected_numel)
+    if work.moves_deferred:
+        up *= 2
+    exchanged = exchanged_numel(work, changed_numel(work, update_interval))
     return _in_bytes(work, work.wire_bytes * down, up, exchanged)
 
 

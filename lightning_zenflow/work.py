@@ -21,6 +21,7 @@ class Work:
         columns: Columns of all matrices, each of which has a score; 0 if not known.
         stage: ZeRO stage, 2 or 3.
         offload_parameters: Whether weights lie in host memory between two uses, under stage 3.
+        interim_step: The setting of that name.
 
     Raises:
         ValueError: A number is out of range, or parameters are offloaded under stage 2.
@@ -37,6 +38,7 @@ class Work:
     columns: int = 0
     stage: int = 2
     offload_parameters: bool = False
+    interim_step: bool = True
 
     def __post_init__(self) -> None:
         for name in ("numel", "tokens", "ranks", "micro_batches"):
@@ -64,6 +66,11 @@ class Work:
     def selected_shard_numel(self) -> int:
         """Selected elements of one rank's shard, `s`."""
         return -(-self.selected_numel // self.ranks)
+
+    @property
+    def moves_deferred(self) -> bool:
+        """Whether the device itself moves deferred weights, until their update arrives."""
+        return self.interim_step and not self.offload_parameters and self.selected_numel < self.numel
 
     @property
     def cuts_weights(self) -> bool:

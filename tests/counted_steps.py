@@ -81,17 +81,20 @@ def counted_step(
     bias: bool = True,
     precision: str = "bf16",
     fresh: bool = False,
+    interim_step: bool = False,
     **zero: Any,
 ) -> Counted:
     """Counts step `steps` of a run; torch.distributed must be there.
 
-    With `fresh` each step has another batch, so that columns change when they are selected anew.
+    With `fresh` each step has another batch, so that columns change when they are selected anew. `interim_step`, which the
+    package has by default, is left out unless asked for: what it adds is counted by itself.
     """
     config = ZenFlowConfig(
         topk_ratio=topk_ratio,
         select_strategy="step",
         select_interval=SELECT_INTERVAL,
         update_interval=UPDATE_INTERVAL,
+        interim_step=interim_step,
     )
     model = stack(rows, cols, layers, bias)
     groups = [{"params": list(model.parameters()), "lr": 1e-4}]

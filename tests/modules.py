@@ -197,6 +197,7 @@ class FollowsReference(Callback):
         self.worst = {"gradient": 0.0, "norm": 0.0, "weights": 0.0}
         self.steps = self.changes = 0
         self._batches: list[Any] = []
+        self._weights: dict[str, Tensor] = {}  # those of the step's forward: backward may move them already
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Small) and isinstance(trainer.strategy, ZenFlowStrategy)
@@ -216,9 +217,9 @@ class FollowsReference(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, Small)
-        if not self._batches:  # before the device moves deferred weights in backward
+        if not self._batches:
             with gathered(pl_module.net.parameters()):
-                self._state = {name: value.clone() for name, value in pl_module.net.state_dict().items()}
+                self._weights = {name: value.clone() for name, value in pl_module.net.state_dict().items()}
         self._batches.append(batch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
@@ -238,7 +239,7 @@ class FollowsReference(Callback):
     def _autograd(self, trainer: Trainer, module: Small) -> dict[str, Tensor]:
         """The gradient of this step's batches, averaged over ranks, as plain PyTorch computes it in fp32."""
         twin = module.make_net()
-        twin.load_state_dict(self._state)
+        twin.load_state_dict(self._weights)
         for batch in self._batches:
             (module.loss(twin, [part.float() if part.is_floating_point() else part for part in batch])).backward()
         grads = {}

@@ -105,7 +105,10 @@ class ShardMethod(Method):
 
     @classmethod
     def zenflow(cls, workload: Workload, bandwidth: float, clock: Clock, update_interval: int) -> ShardMethod:
-        """ZenFlow as it trains by default: blocks, a step late, with look-ahead."""
+        """ZenFlow as it trains by default: blocks, a step late, with look-ahead.
+
+        But for `interim_step`: its pass would run at the speed of this CPU, not of the device that is simulated.
+        """
         return cls(workload, bandwidth, clock, Schedule(update_interval, None))
 
     @classmethod

@@ -19,6 +19,7 @@ TALL = {"rows": 4096, "cols": 64, "layers": 1, "bias": False}
 RUNS: dict[str, dict[str, Any]] = {
     **{f"usual {number}": {**size, **ONE_BUCKET} for number, size in enumerate(SIZES)},
     "small buckets": {},
+    "the device moves": {"interim_step": True, **ONE_BUCKET},
     "selecting": {"steps": SELECT_INTERVAL + 1, **ONE_BUCKET},
     **{
         f"tall, selecting, {precision}": {
@@ -73,11 +74,21 @@ def test_a_step_reduces_gradients_once_sums_the_norm_and_gathers_only_what_chang
 def test_the_exchange_is_what_the_estimate_says(runs: dict[str, Any], number: int) -> None:
     run = runs[f"usual {number}"]
     selected_numel = RANKS * run["selected_numel"]
-    work = Work(numel=run["numel"], selected_numel=selected_numel, tokens=2, ranks=RANKS)
+    work = Work(numel=run["numel"], selected_numel=selected_numel, tokens=2, ranks=RANKS, interim_step=False)
     estimated_bytes = traffic.zenflow(work, UPDATE_INTERVAL).from_ranks_bytes
     assert received(run["calls"]) == pytest.approx(estimated_bytes, rel=1e-4)  # the norm is not in it
     # Far less than all weights, which ZeRO gathers at every step.
     assert run["calls"][-1][1] < 0.4 * 2 * run["numel"]
+
+
+def test_where_the_device_moves_deferred_weights_all_are_gathered(runs: dict[str, Any]) -> None:
+    usual, moving = runs["usual 0"], runs["the device moves"]
+    gathered = ("_allgather_base_", 2 * padded(usual["numel"], RANKS))
+    # The sums of squares of all parameters go with the norm, in the same collective.
+    assert moving["calls"] == [usual["calls"][0], ("allreduce_", SCALAR_BYTES * 4), gathered]
+    work = Work(numel=usual["numel"], selected_numel=RANKS * usual["selected_numel"], tokens=2, ranks=RANKS)
+    estimated_bytes = traffic.zenflow(work, UPDATE_INTERVAL).from_ranks_bytes
+    assert received([moving["calls"][0], gathered]) == pytest.approx(estimated_bytes, rel=1e-4)
 
 
 def test_buckets_cut_the_reduction_and_add_nothing_to_it(runs: dict[str, Any]) -> None:

@@ -183,3 +183,37 @@ def test_columns_are_scored_only_at_a_selection() -> None:
 def test_a_single_rank_calls_no_collective() -> None:
     assert _counted().step.collectives == []
     assert _counted(steps=SELECT_INTERVAL + 1).step.collectives == []
+
+
+# -- what `interim_step` adds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"layers": 4}, {"rows": 1024}])
+def test_moving_deferred_weights_adds_a_pass_over_them_and_one_over_the_block(settings: dict[str, int]) -> None:
+    without, counted = _counted(**settings), _counted(**settings, interim_step=True)
+    block_numel = -(-counted.numel // UPDATE_INTERVAL)
+    added = (counted.numel + block_numel) * 3 * WIRE_BYTES  # a gradient read, a weight read and written
+    assert 0.8 * added < counted.extra_bytes - without.extra_bytes <= (1 + TOLERANCE_RATIO) * added
+
+
+def test_moving_deferred_weights_takes_the_kernels_that_are_listed_here_and_no_more() -> None:
+    without, counted = _counted(), _counted(interim_step=True)
+    more, taller = _counted(layers=4, interim_step=True), _counted(rows=1024, interim_step=True)
+    band, again, scalars = 1, 2, 12
+    assert counted.extra_kernels - without.extra_kernels <= 2 * band + again + scalars
+    assert (
+        more.extra_kernels - counted.extra_kernels
+        <= _counted(layers=4).extra_kernels - without.extra_kernels + 4 * band
+    )
+    assert (
+        taller.extra_kernels - counted.extra_kernels
+        <= _counted(rows=1024).extra_kernels - without.extra_kernels + 2 * band
+    )
+
+
+def test_a_block_that_arrives_brings_its_gradient_along() -> None:
+    counted = _counted(interim_step=True)
+    assert counted.stats.to_host_bytes == WIRE_BYTES * counted.numel
+    # The gradient comes only for what is moved: vectors are selected as a whole.
+    block_bytes = WIRE_BYTES * -(-counted.numel // UPDATE_INTERVAL)
+    assert 1.98 * block_bytes < counted.stats.to_device_bytes <= 2 * block_bytes

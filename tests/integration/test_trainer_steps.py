@@ -25,7 +25,6 @@ from tests.modules import (
     batches,
     fit,
     fit_plainly,
-    masters,
     schedule_of,
     strategy_of,
     three_groups,
@@ -248,47 +247,41 @@ class WatchesSkips(Callback):
     def __init__(self) -> None:
         self.clocks: list[int] = []
         self.moved: list[bool] = []
-        self.are_masters: list[bool] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self.before = weights(pl_module).clone()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self.clocks.append(trainer.strategy.step_stats.step)
-        now = weights(pl_module)
-        self.moved.append(not torch.equal(now, self.before))
-        is_master = torch.equal(now, torch.cat([master.flatten() for master in masters(trainer).values()]))
-        self.are_masters.append(is_master)
+        self.moved.append(not torch.equal(weights(pl_module), self.before))
 
 
 @pytest.mark.parametrize("interim", [False, True])
 def test_a_loss_that_is_not_finite_skips_the_step_is_counted_and_said_once_each(interim: bool) -> None:
     """FAULTS 12: the clock stands still, and training goes on as if the batch had not been there.
 
-    Where the device moves weights during backward, they are the masters after a step that is skipped.
+    Where the device moves deferred weights it has moved them by then: the masters are shown, which takes a settling.
     """
     zenflow = {**OFTEN, "interim_step": interim}
     module, watches = SometimesNaN(), WatchesSkips()
     with pytest.warns(RuntimeWarning) as warned:
         made = fit(module, callbacks=[watches], zenflow=zenflow)
     assert watches.clocks == [1, 2, 2, 2, 3, 4, 5, 5, 6, 7]
-    if not interim:
-        assert watches.moved == [True, True, False, False, True, True, True, False, True, True]
-    else:
-        assert [watches.are_masters[index] for index in (2, 3, 6, 7)] == [True, True, False, True]
+    assert watches.moved == [True, True, interim, False, True, True, True, interim, True, True]
     said = [str(warning.message) for warning in warned if "skipped" in str(warning.message)]
     assert said == [
-        f"Step after {clock} skipped: the gradient norm is nan ({count} skipped so far). Nothing of it is applied."
+        f"Step after {clock} skipped: the gradient norm is nan ({count} skipped so far). No weight changes by it."
         for clock, count in ((2, 1), (2, 2), (5, 3))
     ]
     assert isinstance(made.strategy, ZenFlowStrategy)
     assert made.strategy.step_stats.skipped_steps == made.strategy.deepspeed_engine.skipped_steps == 3
     assert made.global_step == made.strategy.deepspeed_engine.global_steps == 7 + 3
-    if not interim:
-        other = Small()
-        good = [batch for index, batch in enumerate(batches(10)) if index not in SometimesNaN.bad]
-        fit(other, DataLoader(good, batch_size=None), zenflow=zenflow)  # type: ignore[arg-type]
-        assert torch.equal(weights(other), weights(module))
+    other = Small()
+    good = [batch for index, batch in enumerate(batches(10)) if index not in SometimesNaN.bad]
+    fit(other, DataLoader(good, batch_size=None), zenflow=zenflow)  # type: ignore[arg-type]
+    # A settling applies early what the host holds, to other weights then: as `reference.py` does.
+    assert torch.isfinite(weights(module)).all()
+    assert interim or torch.equal(weights(other), weights(module))
 
 
 def test_skipped_steps_of_a_second_fit_are_said_as_well() -> None:

@@ -23,7 +23,7 @@ from lightning_zenflow.rates import (
 from lightning_zenflow.work import Work
 
 # A billion parameters, a tenth of them selected, and rates that give round numbers.
-WORK = Work(numel=10**9, selected_numel=10**8, tokens=1000, largest_numel=10**6)
+WORK = Work(numel=10**9, selected_numel=10**8, tokens=1000, largest_numel=10**6, interim_step=False)
 RATES = Rates(
     compute_flops=6e12,
     beside_flops=5e12,
@@ -33,6 +33,7 @@ RATES = Rates(
     update_secs=2.5e-9,
     device_adamw_secs=0.3e-9,
     write_secs=0.2e-9,
+    interim_secs=0.01e-9,
     move_secs=10e-9,
     offload_down_secs=0.4e-9,
     offload_step_secs=3e-9,
@@ -242,6 +243,26 @@ def test_traffic_is_counted_in_bytes() -> None:
     assert offloaded.to_host_bytes == 2 * 10**9 + 2 * 10**8
     assert offloaded.to_device_bytes == 2 * 2 * (10**9 + 5 * 10**8)
     assert traffic.zero_offload(ON_HOST).to_device_bytes == 2 * (10**9 + 5 * 10**8)
+
+
+def test_a_device_that_moves_deferred_weights_reads_each_block_and_its_gradient() -> None:
+    moving = replace(WORK, interim_step=True)
+    without, found = costs.zenflow(WORK, RATES, 4), costs.zenflow(moving, RATES, 4)
+    assert found.optimizer_secs - without.optimizer_secs == pytest.approx(1.25 * 0.01)
+    assert found.link_secs - without.link_secs == pytest.approx(0.25 * 0.2)
+    near = replace(RATES, link_overlaps=False)  # where the CPU is the device the gradient is there
+    assert costs.zenflow(moving, near, 4).link_secs == costs.zenflow(WORK, near, 4).link_secs
+    two = traffic.zenflow(replace(moving, ranks=2), 4)
+    assert (two.to_host_bytes, two.to_device_bytes) == (10**9, 10**9 // 2)
+    assert two.from_ranks_bytes == 2 * 10**9 + 10**9  # all weights, as with plain ZeRO
+    assert traffic.zenflow(replace(CUT, interim_step=True), 4).from_ranks_bytes == 25 * 10**8
+
+
+@pytest.mark.parametrize("changed", [{"selected_numel": 10**9}, {"stage": 3, "offload_parameters": True}])
+def test_nothing_is_moved_without_deferred_weights_on_the_device(changed: dict[str, Any]) -> None:
+    moving = replace(WORK, interim_step=True, **changed)
+    assert costs.zenflow(moving, RATES, 4) == costs.zenflow(replace(moving, interim_step=False), RATES, 4)
+    assert traffic.zenflow(moving, 4) == traffic.zenflow(replace(moving, interim_step=False), 4)
 
 
 def test_a_device_holds_its_part_and_what_is_gathered() -> None:

@@ -64,6 +64,7 @@ MEASURED = Rates(
     update_secs=4e-9,
     device_adamw_secs=3e-9,
     write_secs=2e-9,
+    interim_secs=0.5e-9,
     move_secs=50e-9,
     offload_down_secs=6e-9,
     offload_step_secs=2e-9,
