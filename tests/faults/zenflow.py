@@ -102,7 +102,8 @@ ZENFLOW: tuple[Line, ...] = (
         ),
         Break(
             "import types\nstub = ",
-            'import os, runpy, types; os.environ.get("AGAIN") or (os.environ.update(AGAIN="1"), runpy.run_path(open(f"/proc/{os.getppid()}/cmdline").read().split(chr(0))[1]))\nstub = ',
+            'import os, runpy, types; os.environ.get("AGAIN") or (os.environ.update(AGAIN="1"), '
+            'runpy.run_path(open(f"/proc/{os.getppid()}/cmdline").read().split(chr(0))[1]))\nstub = ',
             ("process/test_trainer_death.py::test_a_script_without_a_main_guard_runs_once",),
         ),
     ),
