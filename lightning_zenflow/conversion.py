@@ -47,6 +47,7 @@ def convert(optimizer: Optimizer) -> ZenFlowAdamW:
     for group in groups:
         group.setdefault("decoupled_weight_decay", decoupled)
     converted.param_groups = groups
+    converted.made_from = optimizer
     converted.counts_in_integers = not type(optimizer).__module__.startswith("torch.")
     # A scheduler made for `optimizer` warns unless that optimizer has stepped; its step is this one's from here on.
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -75,6 +75,8 @@ class GradientInbox:
         if is_second := segment.param in self._squares:
             self._transfers.wait_to_host()  # the first gradient is read back and must have arrived
             self._move(segment, segment.start, segment.stop, grad)
+            if self._interim is not None:
+                self._interim.comes_in_parts(segment)
             grad = grad + self.read(segment).to(grad.device)
         else:
             self._wait_slot(segment.start, segment.stop)

@@ -54,6 +54,9 @@ class InterimStep:
         self.mean_squares = torch.zeros_like(self._numels)
         self.observed_steps = 0
         self.is_due = False
+        self._in_parts: set[int] = set()
+        self._late: frozenset[int] = frozenset()
+        self._knows_parts = False  # once a whole step of this process was seen
         self._inverse_rms: Sequence[Tensor] = ()
         self._rates: list[float] | None = None
 
@@ -61,6 +64,7 @@ class InterimStep:
         """Begins the step of `plan`, before its forward, on the stream that those of gradients wait for."""
         self.is_due = plan.interim and self.observed_steps > 0
         self._delay_steps, self._rates = plan.delay_steps, None
+        self._late = frozenset(self._in_parts if self._knows_parts else range(len(self._table.params)))
         if self.is_due:
             rms = (self.mean_squares / (1 - DECAY**self.observed_steps)).sqrt()
             # A matrix without any gradient so far stays where it is.
@@ -75,14 +79,32 @@ class InterimStep:
         """With the first gradient of a step: how far each group's weights go."""
         self._rates = [group.lr * (1 - group.beta1**self._delay_steps) / loss_scale for group in groups]
 
+    def comes_in_parts(self, segment: Segment) -> None:
+        """From the next step on, these weights move at its end: after the first part of a gradient they are read again.
+
+        So it is where reentrant activation checkpointing uses a layer several times, and in manual optimization with several
+        backward passes for one step, of which some may be dropped.
+        """
+        self._in_parts.add(segment.param)
+
+    def is_late(self, segment: Segment) -> bool:
+        """Whether these weights move at the end of the step: all of them in a step that may be the first to show parts."""
+        return segment.param in self._late
+
     def move(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
         """Elements `start` to `stop` of the shard, by a gradient that arrives during backward, still times the loss scale.
 
-        `grad` is flat `[stop - start]` on the device. Nobody reads these weights any more in this backward: autograd has
-        finished their gradient.
+        `grad` is flat `[stop - start]` on the device. Nobody reads these weights any more in this step: autograd has
+        finished their gradient. Does nothing where they are late.
         """
-        if self._rates is not None and segment.spec.is_matrix:
+        if self._rates is not None and segment.spec.is_matrix and not self.is_late(segment):
             self._add(segment, start, stop, grad)
+
+    def move_late(self, received: Sequence[Segment], slot: Tensor) -> None:
+        """At the end of a step: what has waited for all of its gradient, which lies in `slot`, as for `move_again`."""
+        if self._late:
+            for segment in filter(self.is_late, received):
+                self.move_again(segment.start, segment.stop, slot)
 
     def move_again(self, start: int, stop: int, slot: Tensor) -> None:
         """In a range that a block has just been copied to, whose update does not know this step's gradient yet.
@@ -110,6 +132,7 @@ class InterimStep:
         mean = squares / (self._numels * loss_scale**2)
         self.mean_squares.lerp_(mean, 1 - DECAY)
         self.observed_steps += 1
+        self._knows_parts = True
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

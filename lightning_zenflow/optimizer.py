@@ -30,12 +30,14 @@ class ZenFlowAdamW(Optimizer):
 
     Attributes:
         counts_in_integers: Whether checkpoints count steps as DeepSpeed's optimizers do; PyTorch's have a tensor for it.
+        made_from: The user's optimizer whose groups these are, if it was converted.
 
     Raises:
         ValueError: A setting is out of range.
     """
 
     counts_in_integers = True
+    made_from: Optimizer | None = None
 
     def __init__(
         self,
@@ -72,6 +74,15 @@ class ZenFlowAdamW(Optimizer):
     def hypers(self) -> tuple[Hyper, ...]:
         """The settings of every group as they are now."""
         return tuple(Hyper.of(group) for group in self.param_groups)
+
+    def __eq__(self, other: object) -> bool:
+        """Also equal to the optimizer that it was made from, which stays in the schedulers.
+
+        `LearningRateMonitor` looks for the strategy's optimizer among theirs, and would log each group twice.
+        """
+        return self is other or (self.made_from is not None and self.made_from is other)
+
+    __hash__ = Optimizer.__hash__
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Not for direct use: ZeRO's engine drives the step on shards.

@@ -120,6 +120,8 @@ class ShardOptimizer:
         if not self.inbox.has_gradients:
             return
         self._transfers.wait_to_host()  # a late copy must not land on top of a gradient that comes next
+        for segment in self.inbox.received():
+            self.interim.comes_in_parts(segment)  # this one, and maybe others that nobody applies
         if self.interim.is_due:  # it has moved weights, until their blocks arrive or a settle shows the masters
             self._blocks.is_settled = False
         self._open_inbox()
@@ -188,6 +190,8 @@ class ShardOptimizer:
                 )
         with self._timeline("optimizer"):
             self.selected.update(groups, factor, plan.step)
+        if self.interim.is_due:
+            self.interim.move_late(self.inbox.received(), self.host.arena.slot)
         self._receive_blocks(plan, groups, gradient)
         with self._timeline("write weights"):
             self.selected.write(self._weights.view)
@@ -225,7 +229,8 @@ class ShardOptimizer:
             return False
         self._show_masters()
         for segment in self.inbox.received():  # of the step to come, whose moves the masters have replaced
-            self.interim.move_again(segment.start, segment.stop, self.host.arena.slot)
+            if not self.interim.is_late(segment):
+                self.interim.move_again(segment.start, segment.stop, self.host.arena.slot)
         return True
 
     def _reselect(self) -> None:

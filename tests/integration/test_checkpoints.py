@@ -121,6 +121,20 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     assert resumed.net.last.weight is resumed.net.first.weight  # type: ignore[union-attr]
 
 
+def test_every_name_of_a_tied_weight_has_the_master_and_one_place_in_the_file(tmp_path: Path) -> None:
+    """FAULTS 16: whichever name is loaded last decides what is evaluated."""
+    saves = SavesAt(tmp_path / "tied.ckpt", 6)
+    fit(Small(Tied), callbacks=[saves])
+    master = saves.masters["first.weight"]
+    assert not torch.equal(saves.weights[: master.numel()], master.flatten())  # the device's are extrapolated
+    stored = torch.load(saves.path / "checkpoint" / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    first, last = stored["net.first.weight"], stored["net.last.weight"]
+    assert torch.equal(first, master) and torch.equal(last, master) and first.data_ptr() == last.data_ptr()
+    module = Small(Tied)
+    trainer().validate(module, batches(1), ckpt_path=saves.path, verbose=False)
+    assert torch.equal(module.net.first.weight, master)  # type: ignore[union-attr]
+
+
 def test_our_own_state_is_tensors_and_plain_types_alone(tmp_path: Path) -> None:
     """FAULTS 24: `fit(weights_only=True)` resumes, since nothing else is in the files."""
     saves = SavesAt(tmp_path / "plain.ckpt", 6)

@@ -94,11 +94,13 @@ class SumsInFp32(Callback):
         self.equal: list[bool] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.batches:  # before the device moves deferred weights in backward
+            self.state = {name: value.clone() for name, value in pl_module.net.state_dict().items()}
         self.batches.append(batch)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         twin = pl_module.make_net().to(torch.bfloat16)
-        twin.load_state_dict(pl_module.net.state_dict())
+        twin.load_state_dict(self.state)
         sums = [torch.zeros_like(param, dtype=torch.float32) for param in twin.parameters()]
         for batch in self.batches:
             twin.zero_grad()

@@ -15,12 +15,14 @@ from torch.optim.optimizer import Optimizer
 from lightning_zenflow import ZenFlowAdamW, ZenFlowStrategy
 from tests.modules import (
     EXPECTED_WARNINGS,
+    OFTEN,
     FollowsReference,
     MemoryLogger,
     Small,
     batches,
     fit,
     fit_plainly,
+    strategy_of,
     three_groups,
 )
 
@@ -100,15 +102,45 @@ def test_a_schedule_is_stepped_exactly_as_by_a_plain_trainer_and_reaches_both_pa
 
 
 def test_the_learning_rate_monitor_sees_all_groups() -> None:
-    """FAULTS 11."""
+    """FAULTS 11: and each of them once, under the names that a plain Trainer has."""
+    names = []
+    for run in (fit, fit_plainly):
+        logger = MemoryLogger()
+        monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
+        run(Small(configure=three_lambdas), callbacks=[monitor], logger=logger, log_every_n_steps=1)
+        names.append({name for _, metrics in logger.logged for name in metrics})
+        for group, first in ((1, 1e-2), (2, 3e-3), (3, 2e-2)):
+            rates = logger.values(f"lr-AdamW/pg{group}")
+            assert len(rates) == 10 and rates[0] == first and rates[-1] != first
+        assert logger.values("lr-AdamW/pg1-weight_decay")[0] == 0.1
+        assert logger.values("lr-AdamW/pg2-momentum")[0] == 0.8
+    assert names[0] == names[1] and len(names[0]) == 3 * 3
+
+
+class HalvesRates(Small):
+    """Of all groups, after each batch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_learning_rate_monitor_sees_all_groups_without_a_scheduler(stage: int) -> None:
+    """FAULTS 11: also where nothing but the strategy's own optimizer has them."""
     logger = MemoryLogger()
-    monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
-    fit(Small(configure=three_lambdas), callbacks=[monitor], logger=logger, log_every_n_steps=1)
+    module = HalvesRates(configure=three_groups)
+    fit(
+        module,
+        strategy=strategy_of(OFTEN, stage=stage),
+        callbacks=[LearningRateMonitor("step")],
+        logger=logger,
+        log_every_n_steps=1,
+    )
     for group, first in ((1, 1e-2), (2, 3e-3), (3, 2e-2)):
-        rates = logger.values(f"lr-AdamW/pg{group}")
-        assert len(rates) == 10 and rates[0] == first and rates[-1] != first
-    assert logger.values("lr-AdamW/pg1-weight_decay")[0] == 0.1
-    assert logger.values("lr-AdamW/pg2-momentum")[0] == 0.8
+        assert logger.values(f"lr-ZenFlowAdamW/pg{group}") == [first / 2**step for step in range(10)]
 
 
 def test_number_of_steps_and_device_are_right_inside_configure_optimizers() -> None:

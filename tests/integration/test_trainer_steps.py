@@ -115,17 +115,44 @@ def test_a_clipping_hook_of_ones_own_is_obeyed() -> None:
     assert stats.grad_norm_clipped == stats.grad_norm
 
 
-@pytest.mark.parametrize("by_trainer", [True, False])
-def test_clipping_by_value_is_refused(by_trainer: bool) -> None:
-    """FAULTS 7."""
+class ByValue(Small):
+    """Clips by value in its hook, or by hand."""
 
-    class ByValue(Small):
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss)
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+            optimizer.step()
+        return loss
 
-    settings = {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"} if by_trainer else {}
-    with pytest.raises(ValueError, match="`gradient_clip_algorithm` must be 'norm' with ZenFlow, got 'value'"):
-        fit(Small() if by_trainer else ByValue(), **settings)
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+
+
+BY_VALUE = "`gradient_clip_algorithm` must be 'norm' with ZenFlow, got 'value'"
+
+
+def test_clipping_by_value_is_refused_before_anything_is_trained() -> None:
+    """FAULTS 7."""
+    module = Small()
+    with pytest.raises(ValueError, match=BY_VALUE):
+        fit(module, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    assert module.losses == []
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_module_that_clips_by_value_is_refused_at_its_first_step(by_hand: bool) -> None:
+    """FAULTS 7: of which the Trainer knows nothing."""
+    module = ByValue(by_hand=by_hand)
+    with pytest.raises(ValueError, match=BY_VALUE):
+        fit(module)
+    assert len(module.losses) == 1
 
 
 class CountsHooks(Small):

@@ -29,6 +29,14 @@ class OneRankFails(Small):
         return super().training_step(batch, batch_idx) * (math.inf if bad else 1.0)
 
 
+class OneShardFails(Small):
+    """In two batches, the gradient of a single element is not finite: the last one, which the second rank owns."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + math.inf * self.net[3].bias[-1] if batch_idx in (3, 6) else loss  # type: ignore[index]
+
+
 def train(folder: str) -> dict[str, Any]:
     """What each of the ranks does; they differ in their batches."""
     warnings.simplefilter("ignore")
@@ -73,6 +81,23 @@ def train(folder: str) -> dict[str, Any]:
         stats = made.strategy.step_stats  # type: ignore[attr-defined]
         results[precision] = {"steps": (stats.step, stats.skipped_steps), "weights": weights(module)}
     return results
+
+
+def overflow() -> dict[str, Any]:
+    """Steps, skipped steps and weights of each of the ranks."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    module = OneShardFails()
+    made = fit(module, batches(10, seed=int(os.environ["RANK"])), zenflow=OFTEN, devices=2)
+    stats = made.strategy.step_stats  # type: ignore[attr-defined]
+    return {"steps": (stats.step, stats.skipped_steps), "weights": weights(module)}
+
+
+def test_an_overflow_in_the_shard_of_one_rank_is_skipped_by_both(run_ranks: Any) -> None:
+    """FAULTS 13."""
+    first, second = run_ranks(overflow, timeout=150)
+    assert first["steps"] == second["steps"] == (8, 2)
+    assert torch.equal(first["weights"], second["weights"]) and torch.isfinite(first["weights"]).all()
 
 
 def test_two_ranks_train_clip_skip_and_save_together(run_ranks: Any, tmp_path: Path) -> None:

@@ -83,23 +83,41 @@ def test_a_trainer_that_ends_by_itself_leaves_no_process(end: str, tmp_path: Pat
     assert secs_until(lambda: is_gone(int(pid))) < patient(1)
 
 
+WAITING = """
+import os, time
+from lightning_zenflow.offload import worker
+fast, calls = worker.adamw_, []
+def waiting(*args, **kwargs):
+    calls.append(time.monotonic() + 20)
+    while time.monotonic() < calls[-1] and (len(calls) > 1 or not os.path.exists({go!r})):
+        time.sleep(0.01)
+    fast(*args, **kwargs)
+worker.adamw_ = waiting
+"""
+"""Patch with which the first update lasts until a file is there, and the second 20 seconds."""
+
+
 def test_a_trainer_interrupted_twice_leaves_no_process(tmp_path: Path) -> None:
+    """Once while it waits for an update, then while it waits for its worker to end."""
+    go = tmp_path / "go"
     code = f"""
-patch({SLOW!r})
+patch({WAITING.format(go=str(go))!r})
 client = start()
 step(client)
+client.update(0, 1, 2, 0.5, (HYPER,), Gradient(1.0, (0.001,)))
 print(client.pid, flush=True)
 try:
     client.collect()
 finally:
     print("closing", flush=True)
-    os.kill(client.pid, 19)  # stopped: it will not end when asked
     client.close()
 """
     with trainer(tmp_path, code) as running:
         pid = int(line(running))
         time.sleep(0.3)
         running.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        go.touch()  # no interrupt is heard in the middle of a message
         assert line(running) == "closing"
         time.sleep(0.3)
         running.send_signal(signal.SIGINT)
@@ -156,8 +174,13 @@ process.join()
 
 
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
-    code = "print('run')\nclient = start()\nstep(client)\nprint(client.collect().held_steps)\n"
-    assert run_trainer(tmp_path, code) == ["run", "1"]
+    """Counted in a file, since what the worker prints is not seen."""
+    runs = tmp_path / "runs"
+    code = (
+        f"open({str(runs)!r}, 'a').write('run ')\nclient = start()\nstep(client)\nprint(client.collect().held_steps)\n"
+    )
+    assert run_trainer(tmp_path, code) == ["1"]
+    assert runs.read_text() == "run "
 
 
 def test_code_without_a_file_as_in_a_notebook_may_have_a_worker(tmp_path: Path) -> None:

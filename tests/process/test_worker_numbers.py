@@ -247,6 +247,24 @@ def test_more_blocks_than_elements_leave_the_last_ones_empty() -> None:
     arena.close()
 
 
+def test_a_block_beyond_two_to_the_31_elements_is_updated_as_one_at_the_start() -> None:
+    """FAULTS 18: in memory of which only that block is ever touched."""
+    results = []
+    for numel, blocks in ((2_200_000_000, 1000), (2_200_000, 1)):
+        arena = Arena.create(ArenaLayout(numel, torch.bfloat16, blocks))
+        first, last = block_range(numel, blocks, blocks - 1)
+        generator = torch.Generator().manual_seed(0)
+        arena.master[first:last].normal_(generator=generator)
+        arena.slot[first:last].normal_(generator=generator)
+        host = worker.HostAdamW(arena, Start(arena.layout, (numel,), None, "linear"), 1, lambda: None)
+        host.update(Update(blocks - 1, 0, 1, 0.5, (HYPER,), Gradient(0.5, (1e-3,))), lambda reply: None)
+        state = [tensor[first:last].clone() for tensor in (arena.master, arena.exp_avg, arena.exp_avg_sq)]
+        results.append([*state, arena.outboxes[0].clone()])
+        arena.close()
+    assert all(torch.equal(far, near) for far, near in zip(*results, strict=True))
+    assert results[0][1].count_nonzero() > 2_000_000
+
+
 def test_an_exception_ends_the_pass_of_all_threads_and_is_raised(arena: Arena) -> None:
     host = adamw(arena, threads=3)
     started = []

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_zenflow import rounding
 from lightning_zenflow.adamw import Hyper, adamw_
 from lightning_zenflow.offload import worker
-from lightning_zenflow.rounding import NOISES, noise_at, round_into, rounded
+from lightning_zenflow.rounding import NOISES, noise_at, round_into, rounded, rounded_columns
+from lightning_zenflow.shards import Piece
 
 EVERY_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
@@ -57,6 +58,17 @@ def test_how_a_shard_is_cut_into_runs_changes_no_bit() -> None:
         into = parts[:, start:stop]
         round_into((into[0], into[1]), moments[:, start:stop].clone(), first + start, 9)
     assert torch.equal(whole, parts) and worker.CHUNK_NUMEL <= rounding.RUN_NUMEL
+
+
+def test_columns_are_rounded_as_runs_are_beyond_two_to_the_31() -> None:
+    """FAULTS 18: by a place in the shard that 32 bits do not hold."""
+    torch.manual_seed(0)
+    piece, clock, columns = Piece(3_000_000_000, rows=7, width=100, column=0, group=0), 9, torch.tensor([0, 31, 99])
+    moments, runs = torch.randn(2, 700), torch.empty(2, 700, dtype=torch.bfloat16)
+    round_into((runs[0], runs[1]), moments.clone(), piece.start, clock)
+    for moment in (0, 1):
+        chosen, expected = (each[moment].view(7, 100)[:, columns] for each in (moments, runs))
+        assert torch.equal(rounded_columns(chosen, piece, columns, clock, moment), expected)
 
 
 def test_what_bf16_holds_is_never_changed_infinities_and_nan_included() -> None:
