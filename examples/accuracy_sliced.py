@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow.reference import INTERIM_DECAY, ParameterState, ZenFlowReference
+from lightning_zenflow.reference import ParameterState, ZenFlowReference
 from lightning_zenflow.schedule import StepPlan
 
 ALL: Any = ...
@@ -68,15 +68,12 @@ class SlicedReference(ZenFlowReference):
     def _move(self, gradients: Mapping[str, Tensor], plan: StepPlan) -> None:
         """Moves everything, and puts back what is not to move."""
         assert plan.block is not None
-        correction = 1 - INTERIM_DECAY**self._observed_steps
         for name, state in self.states.items():
-            rms = (state.mean_square / correction) ** 0.5
-            if len(state.shape) < 2 or rms == 0:
+            if (rate := self._move_rate(state, plan)) == 0:
                 continue
-            settings, part = self.groups[state.group], self._part(state, plan.block)[0]
+            part = self._part(state, plan.block)[0]
             columns, arrived = state.visible[columns_of(state)], part.visible.clone() if plan.lag == 0 else None
-            share = 1 - settings["betas"][0] ** plan.delay_steps
-            state.visible.add_(gradients[name], alpha=-share * settings["lr"] / rms)
+            state.visible.add_(gradients[name], alpha=-rate)
             if arrived is not None:
                 part.visible.copy_(arrived)
             state.visible[columns_of(state)] = columns

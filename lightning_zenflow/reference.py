@@ -23,6 +23,9 @@ from torch import Tensor
 from lightning_zenflow.rounding import noise_at, rounded
 from lightning_zenflow.schedule import Schedule, StepPlan, block_range
 
+INTERIM_SCALE = 1.5
+"""Of the moves of the device itself: AdamW divides by an element's own root, which most often is below that of its matrix."""
+
 INTERIM_DECAY = 0.98
 """Of the moving average of squared gradients by which the device moves deferred weights."""
 
@@ -278,18 +281,21 @@ class ZenFlowReference:
     def _move(self, gradients: Mapping[str, Tensor], plan: StepPlan) -> None:
         """What the device itself does to deferred elements until the host's update arrives; no master sees it.
 
-        w_device = w_device - (1 - beta1**delay) * lr * g / rms, the root mean square over the steps before.
+        w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / rms, the root mean square over the steps before.
         """
-        correction = 1 - INTERIM_DECAY**self._observed_steps
         for name, state in self.states.items():
-            rms = math.sqrt(state.mean_square / correction)
-            settings = self.groups[state.group]
-            if len(state.shape) >= 2 and rms > 0:
-                moved = ~state.selected
-                if plan.lag == 0:  # what has just arrived knows this gradient
-                    moved &= state.block != plan.block
-                share = 1 - settings["betas"][0] ** plan.delay_steps
-                state.visible[moved] -= share * settings["lr"] * gradients[name][moved] / rms
+            moved = ~state.selected
+            if plan.lag == 0:  # what has just arrived knows this gradient
+                moved &= state.block != plan.block
+            state.visible[moved] -= self._move_rate(state, plan) * gradients[name][moved]
+
+    def _move_rate(self, state: ParameterState, plan: StepPlan) -> float:
+        """What the device multiplies a gradient by: 0 for vectors, and for a matrix that never had a gradient."""
+        rms = math.sqrt(state.mean_square / (1 - INTERIM_DECAY**self._observed_steps))
+        if len(state.shape) < 2 or rms == 0:
+            return 0.0
+        settings = self.groups[state.group]
+        return INTERIM_SCALE * (1 - settings["betas"][0] ** plan.delay_steps) * settings["lr"] / rms
 
     def _observe(self, gradients: Mapping[str, Tensor]) -> None:
         if self.schedule.interim:

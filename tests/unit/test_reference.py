@@ -184,8 +184,8 @@ def test_the_device_moves_on_by_itself_until_the_next_update():
     for _ in range(3):
         reference.step({"w": torch.ones(1, 2)})
         shown.append(reference.weights("w").flatten().tolist())
-    # At step 1 nothing is known of earlier gradients. Later their mean square is 1, and so is the share, as beta1 is 0.
-    assert shown == [pytest.approx(expected) for expected in ([0, 0], [-1, -2], [-3, -3])]
+    # At step 1 nothing is known of earlier gradients. Later their mean square is 1, and a move 1.5, as beta1 is 0.
+    assert shown == [pytest.approx(expected) for expected in ([0, 0], [-1.5, -2.5], [-3.5, -4])]
     assert reference.masters("w").flatten().tolist() == [-2, -3]
     reference.settle()
     assert reference.weights("w").flatten().tolist() == [-3, -3]
