@@ -161,6 +161,7 @@ def execute(wanted: Iterable[Run], path: Path, train: Callable[[Run], Result]) -
         begin = time.monotonic()
         result = asdict(train(run))
         result["secs"] = round(time.monotonic() - begin, 1)
+        result["curve"] = [round(value, 4) for value in result["curve"]]
         with path.open("a") as lines:
             lines.write(json.dumps(result) + "\n")
 
@@ -182,6 +183,7 @@ def arguments() -> argparse.ArgumentParser:
             part.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     report = parts.add_parser("report")
     report.add_argument("--output", type=Path, default=Path("accuracy"))
+    report.add_argument("--curves", nargs="+", choices=list(METHODS), metavar="METHOD", help="draw these alone")
     return parser
 
 
@@ -189,7 +191,7 @@ def main(words: list[str] | None = None) -> None:
     given = arguments().parse_args(words)
     path = given.output / "runs.jsonl"
     if given.part == "report":
-        write_report(read(path), given.output)
+        write_report(read(path), given.output, given.curves)
         return
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -110,8 +110,8 @@ def _table(rows: Sequence[Row], *, paired: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_report(results: Sequence[Result], folder: Path) -> None:
-    """Writes `accuracy.md` and `accuracy.png`.
+def write_report(results: Sequence[Result], folder: Path, curves: Sequence[str] | None = None) -> None:
+    """Writes `accuracy.md` and `accuracy.png`, the latter of the methods in `curves` alone if they are given.
 
     Raises:
         ValueError: There are no results.
@@ -121,7 +121,7 @@ def write_report(results: Sequence[Result], folder: Path) -> None:
             f"`output` must be a folder with runs.jsonl, got {str(folder)!r}. Run `pretrain` or `finetune` first."
         )
     (folder / "accuracy.md").write_text(tables(rows_of(results)))
-    _draw(results, folder / "accuracy.png")
+    _draw([one for one in results if curves is None or one.run.method in curves], folder / "accuracy.png")
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:

@@ -75,9 +75,9 @@ def test_both_methods_pretrain_the_small_model_and_are_compared(tmp_path: Path) 
     assert [one["run"]["method"] for one in results] == methods
     for one in results:
         assert len(one["curve"]) == 20 and one["curve"][-1] < 0.8 * one["curve"][0]
-    # Same seed: the same first batches, before methods differ.
+    # Same seed: the same first batches, before methods differ much. Batches themselves differ by more than that.
     first = [one["curve"][0] for one in results]
-    assert max(first) - min(first) < 0.3
+    assert max(first) - min(first) < 0.05
     run("examples.accuracy", "report", "--output", str(tmp_path))
     assert "| U = 4, no interim step | 0.004 |" in (tmp_path / "accuracy.md").read_text()
 
