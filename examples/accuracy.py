@@ -5,8 +5,8 @@
     python -m examples.accuracy report --output accuracy
 
 Runs that `accuracy/runs.jsonl` has already are left out, so a command that was interrupted goes on where it was. `report`
-writes tables (`accuracy.md`) and curves (`accuracy.png`) into the same folder. AdamW is plain PyTorch with weights in fp32; a pair of
-runs has the same seed, so the same first weights and the same batches.
+writes tables (`accuracy.md`) and curves (`accuracy.png`) into the same folder. AdamW is plain PyTorch with weights in fp32; a
+pair of runs has the same seed, so the same first weights and the same batches.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.progress import track
 
+from examples.accuracy_emulated import Emulation, Method
 from examples.accuracy_report import write_report
+from examples.accuracy_sliced import SlicedReference
+from examples.accuracy_trials import OneBudget, PaperForm, ScoresByAdam, SmoothedScores
 
 FIXED: dict[str, Any] = {"select_strategy": "step", "select_interval": 64, "update_interval": 4}
 """Unless a method says otherwise: intervals that follow measured times would be others in each run."""
 
 AUTO: dict[str, Any] = {"select_strategy": "auto", "select_interval": "auto", "update_interval": "auto"}
 
-METHODS: dict[str, dict[str, Any] | None] = {
+PAPER: dict[str, Any] = {"update_interval": 4, "look_ahead": False, "interim_step": False}
+
+METHODS: dict[str, Method] = {
     "AdamW": None,
     "defaults": AUTO,
     **{f"U = {steps}": {"update_interval": steps} for steps in (4, 1, 2, 8)},
@@ -39,8 +44,16 @@ METHODS: dict[str, dict[str, Any] | None] = {
     **{f"U = 4, k = {ratio}": {"topk_ratio": ratio} for ratio in (0.01, 0.05, 0.3)},
     **{f"U = 4, rate {scale}": {"deferred_lr_scale": scale} for scale in ("sqrt", "none")},
     "U = 4, no look-ahead": {"look_ahead": False},
+    "U = 4, emulated": Emulation(SlicedReference, {"update_interval": 4}),
+    "U = 4, smoothed scores": Emulation(SmoothedScores, {"update_interval": 4}),
+    "U = 4, scores by Adam": Emulation(ScoresByAdam, {"update_interval": 4}),
+    "U = 4, one budget": Emulation(OneBudget, {"update_interval": 4}),
+    "paper's form, U = 4": Emulation(PaperForm, PAPER),
+    "paper's form, U = 4, no overlap": Emulation(PaperForm, {**PAPER, "overlap_step": False}),
 }
-"""By the name that tables show: what differs from `FIXED` and the defaults of `ZenFlowConfig`; `None` is plain AdamW."""
+"""By the name that tables show: what differs from `FIXED` and the defaults of `ZenFlowConfig`; `None` is plain AdamW.
+
+Emulations keep their weights in fp32: beside ZenFlow with 16-bit weights, "U = 4, emulated" is what to compare others with."""
 
 TASKS: dict[str, tuple[str, Literal["classification", "regression"]]] = {
     "movie": ("movieReviewSnippets.tsv", "classification"),
@@ -63,9 +76,13 @@ class Run:
     """Steps, or epochs for fine-tuning."""
 
     @property
-    def zenflow(self) -> dict[str, Any] | None:
-        changed = METHODS[self.method]
-        return None if changed is None else {**FIXED, **changed}
+    def settings(self) -> Method:
+        method = METHODS[self.method]
+        if method is None:
+            return None
+        if isinstance(method, Emulation):
+            return replace(method, settings={**FIXED, **method.settings})
+        return {**FIXED, **method}
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,7 @@ class Result:
 def pretraining(run: Run) -> Result:
     from examples.pretrain_char_gpt import LAST_STEPS, pretrain
 
-    losses = pretrain(run.zenflow, lr=run.lr, seed=run.seed, steps=run.size)
+    losses = pretrain(run.settings, lr=run.lr, seed=run.seed, steps=run.size)
     last = losses[-LAST_STEPS:]
     return Result(run, {"loss": sum(last) / len(last)}, means(losses, 20))
 
@@ -91,7 +108,7 @@ def finetuning(folder: Path) -> Callable[[Run], Result]:
         from examples.accuracy_finetune import finetune as train
 
         name, kind = TASKS[run.task]
-        figures, losses = train(folder / name, kind, run.zenflow, lr=run.lr, seed=run.seed, epochs=run.size)
+        figures, losses = train(folder / name, kind, run.settings, lr=run.lr, seed=run.seed, epochs=run.size)
         return Result(run, figures, means(losses, 20))
 
     return finetune

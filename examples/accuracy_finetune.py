@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
+from examples.accuracy_emulated import Method, trained_by
 from examples.finetune_sentiment import SentimentData, SentimentModel
 from examples.pretrain_char_gpt import Losses, SameBatches
-from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 
 
 def finetune(
     path: Path,
     kind: Literal["classification", "regression"],
-    zenflow: Mapping[str, Any] | None,
+    method: Method,
     *,
     lr: float,
     seed: int,
@@ -26,17 +25,18 @@ def finetune(
     """Test metrics by name, and the training loss of every step."""
     seed_everything(seed, verbose=False)
     losses = Losses()
+    strategy, callbacks = trained_by(method)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(
         accelerator="cpu",
-        precision="bf16-mixed",  # twice as fast on CPUs that can; weights stay in fp32 without ZenFlow, masters with it
+        precision="bf16-mixed",  # twice as fast on CPUs that can; with ZenFlow only masters stay in fp32, else weights do
         use_distributed_sampler=False,  # it would draw other batches
         devices=1,
-        strategy="auto" if zenflow is None else ZenFlowStrategy(zenflow=ZenFlowConfig(**zenflow)),
+        strategy=strategy,
         max_epochs=epochs,
         gradient_clip_val=1.0,
         limit_val_batches=0,
-        callbacks=[losses, SameBatches(seed)],
+        callbacks=[losses, SameBatches(seed), *callbacks],
         enable_checkpointing=False,
         **quiet,
     )

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
 
+from examples.accuracy_emulated import Method, trained_by
 from examples.quickstart import CharGPT, StandardLibraryText
-from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 
 LAST_STEPS = 50
 """Over which the final loss is a mean: single batches differ by more than methods do."""
@@ -48,20 +47,21 @@ class SameBatches(Callback):
 
 
 def pretrain(
-    zenflow: Mapping[str, Any] | None, *, lr: float, seed: int, steps: int, precision: Any = "32-true", width: int = 128
+    method: Method, *, lr: float, seed: int, steps: int, precision: Any = "32-true", width: int = 128
 ) -> list[float]:
-    """The training loss of every step, with ZenFlow's settings or, without them, plain AdamW; the same data for both."""
+    """The training loss of every step, with ZenFlow, an emulation or plain AdamW; the same data for all."""
     seed_everything(seed, verbose=False)
     losses = Losses()
+    strategy, callbacks = trained_by(method)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         use_distributed_sampler=False,  # it would draw other batches
-        strategy="auto" if zenflow is None else ZenFlowStrategy(zenflow=ZenFlowConfig(**zenflow)),
+        strategy=strategy,
         precision=precision,
         max_steps=steps,
         gradient_clip_val=1.0,
-        callbacks=[losses, SameBatches(seed)],
+        callbacks=[losses, SameBatches(seed), *callbacks],
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,

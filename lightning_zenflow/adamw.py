@@ -47,14 +47,6 @@ class Hyper:
         )
 
 
-SPREAD_SHARE = 0.5
-"""How much of the spread of gradients within an update for n steps its second moment takes, from 0 to 1.
-
-The square of a mean of n gradients is smaller than the mean of their squares, by their variance times 1 - 1/n: without a
-share of it, updates of noisy elements would grow with n. `(last - mean)**2` estimates all of it without any memory.
-"""
-
-
 def deferred_lr(lr_sum: float, steps: int, scale: str) -> float:
     """Learning rate of one update that stands for `steps` steps whose rates add up to `lr_sum`."""
     return lr_sum / {"linear": 1.0, "sqrt": math.sqrt(steps), "none": float(steps)}[scale]
@@ -62,14 +54,17 @@ def deferred_lr(lr_sum: float, steps: int, scale: str) -> float:
 
 @torch.no_grad()
 def add_spread_(exp_avg_sq: Tensor, difference: Tensor, beta2: float, steps: int) -> None:
-    """Gives the second moment its share of the spread of `steps` gradients, in place; `adamw_` must follow.
+    """Gives the second moment the spread of `steps` gradients, in place; `adamw_` must follow.
 
     With d = `difference`, the last gradient less the mean one, v becomes after both calls::
 
-        v = beta2**n * v + (1 - beta2**n) * (g * g + SPREAD_SHARE * d * d)
+        v = beta2**n * v + (1 - beta2**n) * (g * g + d * d)
+
+    The square of a mean of n gradients is smaller than the mean of their squares, by their variance times 1 - 1/n, so that
+    updates of noisy elements would grow with n. `d * d` estimates just that, without any memory.
     """
     decay = beta2**steps
-    exp_avg_sq.addcmul_(difference, difference, value=SPREAD_SHARE * (1 - decay) / decay)
+    exp_avg_sq.addcmul_(difference, difference, value=(1 - decay) / decay)
 
 
 @torch.no_grad()

@@ -113,7 +113,7 @@ class ZenFlowConfig:
 
     interim_step: bool = True
     """Let the device move deferred weights itself at each step, along the gradient, until the host's update arrives, and give
-    second moments a share of the spread of gradients. What keeps AdamW's accuracy at high learning rates and long update
+    second moments the spread of gradients. What keeps AdamW's accuracy at high learning rates and long update
     intervals. Costs a pass over the weights, and with several ranks under ZeRO-1 and 2 the gathering of all weights
     that plain ZeRO has. Not done where weights lie in host memory."""
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_zenflow.rounding import noise_at, rounded
 from lightning_zenflow.schedule import Schedule, StepPlan, block_range
 
-SPREAD_SHARE = 0.5
-"""How much of the variance of the n gradients of an update its second moment takes."""
+INTERIM_SCALE = 1.5
+"""Of the moves of the device itself: AdamW divides by an element's own root, which most often is below that of its matrix."""
 
 INTERIM_DECAY = 0.98
 """Of the moving average of squared gradients by which the device moves deferred weights."""
@@ -247,45 +247,55 @@ class ZenFlowReference:
             self._select(gradients)
         self.clock = plan.step
 
+        clipped = {name: clip_factor * gradient for name, gradient in gradients.items()}
         for name, state in self.states.items():
-            gradient = clip_factor * gradients[name]
-            at_once = state.selected if plan.block is not None else torch.ones_like(state.selected)
-            self._adamw(state, at_once, gradient, self.groups[state.group]["lr"], steps=1)
-            self._round_moments(state, at_once & ~state.selected)  # deferred ones, in warm-up
-            state.visible[at_once] = state.master[at_once]
-            # a = a + clip_factor * g
-            state.accumulated[~at_once] += gradient[~at_once]
+            self._take(state, clipped[name], plan)
         if plan.block is not None:
             self.held = [n + 1 for n in self.held]
             for sums, settings in zip(self._lr_sums, self.groups, strict=True):
                 sums[:] = [lr_sum + settings["lr"] for lr_sum in sums]
-            clipped = {name: clip_factor * gradient for name, gradient in gradients.items()}
-            for state, updated, before in self._update_block(plan.block, clipped if plan.delay_steps else None):
-                # what the device will see = w + beta1**delay * alpha * (w - w_before); the master stays w
-                fade = self.groups[state.group]["betas"][0] ** plan.delay_steps
-                shown = state.master + fade * plan.look_ahead * (state.master - before)
-                self._in_flight.append((plan.step + plan.lag, state, updated, shown))
+            self._update_due(plan.block, clipped, plan)
             self._arrive()
             if moves:
                 self._move(gradients, plan)
         self._observe(gradients)
         return True
 
+    def _take(self, state: ParameterState, gradient: Tensor, plan: StepPlan) -> None:
+        """Updates selected elements, in warm-up all; the others hold their clipped gradient back."""
+        at_once = state.selected if plan.block is not None else torch.ones_like(state.selected)
+        self._adamw(state, at_once, gradient, self.groups[state.group]["lr"], steps=1)
+        self._round_moments(state, at_once & ~state.selected)  # deferred ones, in warm-up
+        state.visible[at_once] = state.master[at_once]
+        # a = a + clip_factor * g
+        state.accumulated[~at_once] += gradient[~at_once]
+
+    def _update_due(self, block: int, clipped: Mapping[str, Tensor], plan: StepPlan) -> None:
+        """Updates the block whose turn it is, and sends it to the device."""
+        for state, updated, before in self._update_block(block, clipped if plan.delay_steps else None):
+            # what the device will see = w + beta1**delay * alpha * (w - w_before); the master stays w
+            fade = self.groups[state.group]["betas"][0] ** plan.delay_steps
+            shown = state.master + fade * plan.look_ahead * (state.master - before)
+            self._in_flight.append((plan.step + plan.lag, state, updated, shown))
+
     def _move(self, gradients: Mapping[str, Tensor], plan: StepPlan) -> None:
         """What the device itself does to deferred elements until the host's update arrives; no master sees it.
 
-        w_device = w_device - (1 - beta1**delay) * lr * g / rms, the root mean square over the steps before.
+        w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / rms, the root mean square over the steps before.
         """
-        correction = 1 - INTERIM_DECAY**self._observed_steps
         for name, state in self.states.items():
-            rms = math.sqrt(state.mean_square / correction)
-            settings = self.groups[state.group]
-            if len(state.shape) >= 2 and rms > 0:
-                moved = ~state.selected
-                if plan.lag == 0:  # what has just arrived knows this gradient
-                    moved &= state.block != plan.block
-                share = 1 - settings["betas"][0] ** plan.delay_steps
-                state.visible[moved] -= share * settings["lr"] * gradients[name][moved] / rms
+            moved = ~state.selected
+            if plan.lag == 0:  # what has just arrived knows this gradient
+                moved &= state.block != plan.block
+            state.visible[moved] -= self._move_rate(state, plan) * gradients[name][moved]
+
+    def _move_rate(self, state: ParameterState, plan: StepPlan) -> float:
+        """What the device multiplies a gradient by: 0 for vectors, and for a matrix that never had a gradient."""
+        rms = math.sqrt(state.mean_square / (1 - INTERIM_DECAY**self._observed_steps))
+        if len(state.shape) < 2 or rms == 0:
+            return 0.0
+        settings = self.groups[state.group]
+        return INTERIM_SCALE * (1 - settings["betas"][0] ** plan.delay_steps) * settings["lr"] / rms
 
     def _observe(self, gradients: Mapping[str, Tensor]) -> None:
         if self.schedule.interim:
@@ -327,13 +337,20 @@ class ZenFlowReference:
         for name, state in self.states.items():
             if len(state.shape) < 2 or self.topk_ratio == 0:
                 continue
-            score = gradients[name].square().sum(0)
+            score = self._scores(name, gradients[name])
             count = max(1, round(self.topk_ratio * len(score)))
             # A stable sort leaves equal scores in the order of their columns: ties go to the lower index.
-            state.columns = score.sort(descending=True, stable=True).indices[:count].sort().values
-            before, state.selected = state.selected, torch.zeros_like(state.selected)
-            state.selected[:, state.columns] = True
-            self._round_moments(state, before & ~state.selected)
+            self._set_columns(state, score.sort(descending=True, stable=True).indices[:count])
+
+    def _scores(self, name: str, gradient: Tensor) -> Tensor:
+        """A score for each column of a matrix, fp32 `[cols]`."""
+        return gradient.square().sum(0)
+
+    def _set_columns(self, state: ParameterState, columns: Tensor) -> None:
+        state.columns = columns.sort().values
+        before, state.selected = state.selected, torch.zeros_like(state.selected)
+        state.selected[:, state.columns] = True
+        self._round_moments(state, before & ~state.selected)
 
     def _update_blocks(self) -> None:
         """Updates the masters with every gradient held; the clock still shows the last step whose gradient that is."""
@@ -352,18 +369,24 @@ class ZenFlowReference:
         steps, moved = self.held[block], []
         divisor = {"linear": 1.0, "sqrt": math.sqrt(steps), "none": float(steps)}[self.deferred_lr_scale]
         for name, state in self.states.items():
-            updated = (state.block == block) & ~state.selected
-            moved.append((state, updated, state.master.clone()))
             lr = self._lr_sums[state.group][block] / divisor
-            mean = state.accumulated / steps
-            spread = None if last is None else last[name] - mean
-            self._adamw(state, updated, mean, lr, steps=steps, spread=spread)
-            self._round_moments(state, updated)
-            state.accumulated[updated] = 0
+            moved.append(self._update_deferred(state, block, lr, steps, None if last is None else last[name]))
         self.held[block] = 0
         for sums in self._lr_sums:
             sums[block] = 0.0
         return moved
+
+    def _update_deferred(
+        self, state: ParameterState, block: int, lr: float, steps: int, last: Tensor | None
+    ) -> tuple[ParameterState, Tensor, Tensor]:
+        """The part of `_update_block` that concerns one parameter."""
+        updated, before = (state.block == block) & ~state.selected, state.master.clone()
+        mean = state.accumulated / steps
+        spread = None if last is None else last - mean
+        self._adamw(state, updated, mean, lr, steps=steps, spread=spread)
+        self._round_moments(state, updated)
+        state.accumulated[updated] = 0
+        return state, updated, before
 
     def _adamw(
         self,
@@ -377,7 +400,8 @@ class ZenFlowReference:
     ) -> None:
         """AdamW (arXiv 1711.05101) on the elements in `mask`, standing for `steps` steps and ending at the clock.
 
-        `spread` is how far the last of several gradients is from their mean: half of its square goes into v.
+        `spread` is how far the last of several gradients is from their mean: its square, which estimates their variance, goes
+        into v.
         """
         settings = self.groups[state.group]
         w, m, v, g = (x[mask] for x in (state.master, state.exp_avg, state.exp_avg_sq, gradient))
@@ -387,7 +411,7 @@ class ZenFlowReference:
         else:
             g = g + settings["weight_decay"] * w
         m = beta1**steps * m + (1 - beta1**steps) * g
-        square = g * g if spread is None else g * g + SPREAD_SHARE * spread[mask] ** 2
+        square = g * g if spread is None else g * g + spread[mask] ** 2
         v = beta2**steps * v + (1 - beta2**steps) * square
         m_hat = m / (1 - beta1**self.clock)
         v_hat = v / (1 - beta2**self.clock)

@@ -7,10 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from examples.accuracy_emulated import Emulation, trained_by
+from examples.pretrain_char_gpt import pretrain
 from tests.integration.test_finetune_sentiment import needs_minilm
+from tests.modules import EXPECTED_WARNINGS, OFTEN, Small, fit_plainly, three_groups, weights
+
+pytestmark = [*EXPECTED_WARNINGS, pytest.mark.usefixtures("own_process_group")]
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -29,11 +36,40 @@ def run(*words: str, timeout: float = 240) -> str:
     return ended.stdout
 
 
+def falling(module: Small) -> dict[str, Any]:
+    """Three groups, and a rate that changes at every step."""
+    optimizer = three_groups(module)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap_step": False, "full_warm_up_rounds": 2}], ids=["overlap", "none"])
+def test_an_emulation_is_the_strategy_under_the_same_trainer(settings: dict[str, Any]) -> None:
+    """Groups, rates, clipping and the last settle. Gradients are clipped at most steps."""
+    zenflow = {**OFTEN, **settings}
+    modules = []
+    for method in (zenflow, Emulation(settings=zenflow)):
+        strategy, callbacks = trained_by(method)
+        modules.append(Small(configure=falling))
+        fit_plainly(modules[-1], strategy=strategy, callbacks=callbacks, gradient_clip_val=0.3)
+    real, emulated = modules
+    assert real.losses == pytest.approx(emulated.losses, rel=1e-5) and len(set(real.losses)) == 10
+    assert (weights(real) - weights(emulated)).abs().max() < 1e-5
+
+
+def test_an_emulation_pretrains_as_the_strategy_does() -> None:
+    """The same batches, and so the same losses."""
+    run: dict[str, Any] = {"lr": 8e-3, "seed": 3, "steps": 8, "width": 16}
+    real, emulated, plain = (pretrain(method, **run) for method in (OFTEN, Emulation(settings=OFTEN), None))
+    assert real == pytest.approx(emulated, abs=1e-4)
+    assert plain[0] == pytest.approx(real[0], abs=1e-6) and abs(plain[-1] - real[-1]) > 1e-3
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_both_methods_pretrain_the_small_model_and_are_compared(tmp_path: Path) -> None:
     words = ["--seeds", "1", "--rates", "4e-3", "--steps", "60", "--output", str(tmp_path)]
-    methods = ["AdamW", "U = 4", "U = 4, interim"]
+    methods = ["AdamW", "U = 4", "U = 4, no interim step"]
     run("examples.accuracy", "pretrain", *words, "--methods", *methods)
     results = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [one["run"]["method"] for one in results] == methods
@@ -43,7 +79,7 @@ def test_both_methods_pretrain_the_small_model_and_are_compared(tmp_path: Path) 
     first = [one["curve"][0] for one in results]
     assert max(first) - min(first) < 0.3
     run("examples.accuracy", "report", "--output", str(tmp_path))
-    assert "| U = 4, interim | 0.004 |" in (tmp_path / "accuracy.md").read_text()
+    assert "| U = 4, no interim step | 0.004 |" in (tmp_path / "accuracy.md").read_text()
 
 
 @pytest.mark.long

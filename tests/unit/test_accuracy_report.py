@@ -10,6 +10,7 @@ from matplotlib.image import imread
 
 from examples import accuracy
 from examples.accuracy import METHODS, Result, Run, execute, main, means, read, runs_of
+from examples.accuracy_emulated import Emulation
 from examples.accuracy_report import best_rates, rows_of, tables
 from lightning_zenflow import ZenFlowConfig
 
@@ -28,9 +29,11 @@ RESULTS = [
 
 def test_every_method_is_a_valid_setting() -> None:
     for name in METHODS:
-        settings = Run("pretrain", name, 1e-3, 0, 10).zenflow
+        settings = Run("pretrain", name, 1e-3, 0, 10).settings
         assert (settings is None) == (name == "AdamW")
-        assert settings is None or ZenFlowConfig(**settings).select_interval == 64
+        settings = settings.settings if isinstance(settings, Emulation) else settings
+        interval = "auto" if name == "defaults" else 64
+        assert settings is None or ZenFlowConfig(**settings).select_interval == interval
 
 
 def test_runs_come_seed_by_seed_and_in_pairs() -> None:
