@@ -146,10 +146,15 @@ class InterimStep:
         return {
             "mean_squares": dict(zip(names, self.mean_squares.tolist(), strict=True)),
             "observed_steps": self.observed_steps,
+            "in_parts": [names[index] for index in sorted(self._in_parts)] if self._knows_parts else None,
         }
 
-    def load_state(self, mean_squares: Mapping[str, float], observed_steps: int) -> None:
+    def load_state(
+        self, mean_squares: Mapping[str, float], observed_steps: int, in_parts: Sequence[str] | None = None
+    ) -> None:
         """Goes on from the averages by parameter name; those of no checkpoint begin anew."""
+        self._knows_parts = in_parts is not None
+        self._in_parts = {index for index, spec in enumerate(self._table.params) if spec.name in (in_parts or ())}
         known = [mean_squares.get(spec.name, 0.0) for spec in self._table.params]
         self.mean_squares.copy_(torch.tensor(known, dtype=torch.float32))
         self.observed_steps = observed_steps

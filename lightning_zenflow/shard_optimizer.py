@@ -191,6 +191,8 @@ class ShardOptimizer:
         with self._timeline("optimizer"):
             self.selected.update(groups, factor, plan.step)
         if self.interim.is_due:
+            if self.interim.needs_rates:  # all of the gradient is from a checkpoint
+                self.interim.begin(groups, loss_scale)
             self.interim.move_late(self.inbox.received(), self.host.arena.slot)
         self._receive_blocks(plan, groups, gradient)
         with self._timeline("write weights"):
@@ -315,7 +317,7 @@ class ShardOptimizer:
             for moment, stored in zip(self.selected.moments(), state.selected_moments, strict=True):
                 moment.copy_(stored)
         self._blocks.load_state(state)
-        self.interim.load_state(state.mean_squares, state.observed_steps)
+        self.interim.load_state(state.mean_squares, state.observed_steps, state.in_parts)
         for (_, weights), stored in zip(self._weights.ranges(0, self._table.numel), state.weights, strict=True):
             weights.copy_(stored)
         self._open_inbox()

@@ -23,6 +23,7 @@ _OF_EARLIER_VERSIONS: Mapping[str, Any] = {
     "selected_moments": (),
     "mean_squares": {},
     "observed_steps": 0,
+    "in_parts": None,
 }
 
 
@@ -96,6 +97,7 @@ class ShardState:
             DeepSpeed's files hold of them is rounded.
         mean_squares: Moving average of the squared gradient, for each parameter by name, the same on every rank.
         observed_steps: Steps that are in it.
+        in_parts: Names of parameters of which this rank gets gradients in parts; `None` if that is not known.
     """
 
     layout: StoredLayout
@@ -118,6 +120,7 @@ class ShardState:
     selected_moments: Sequence[Tensor] = ()
     mean_squares: Mapping[str, float] = field(default_factory=dict)
     observed_steps: int = 0
+    in_parts: Sequence[str] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """As it is written: loads with `torch.load(weights_only=True)`."""

@@ -132,7 +132,7 @@ def test_every_name_of_a_tied_weight_has_the_master_and_one_place_in_the_file(tm
     assert torch.equal(first, master) and torch.equal(last, master) and first.data_ptr() == last.data_ptr()
     module = Small(Tied)
     trainer().validate(module, batches(1), ckpt_path=saves.path, verbose=False)
-    assert torch.equal(module.net.first.weight, master)  # type: ignore[union-attr]
+    assert torch.equal(module.net.first.weight, master)  # type: ignore[union-attr, arg-type]
 
 
 def test_our_own_state_is_tensors_and_plain_types_alone(tmp_path: Path) -> None:

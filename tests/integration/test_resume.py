@@ -84,6 +84,20 @@ def scheduled(make: Callable[[Any], Any], **how: Any) -> Callable[..., Numbered]
     return partial(Numbered, configure=configure)
 
 
+class StepsLate(Numbered):
+    """Applies a gradient at the beginning of the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=1000)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.current_epoch or batch_idx:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
 def adam(module: Small) -> torch.optim.Optimizer:
     return torch.optim.Adam(module.parameters(), lr=1e-2, weight_decay=0.1)
 
@@ -128,6 +142,7 @@ SELDOM_CASES = {
     "no overlap": Case(zenflow={"overlap_step": False}),
     "the device moves, skipped steps": Case(zenflow={"interim_step": True}, module=partial(Numbered, infinite=(4, 11))),
     "the device moves, manual": Case(zenflow={"interim_step": True}, module=partial(Numbered, manual=3)),
+    "the device moves, a step late": Case(zenflow={"interim_step": True}, module=StepsLate),
     "no look-ahead": Case(zenflow={"look_ahead": False}),
     "all deferred": Case(zenflow={"topk_ratio": 0}),
     "moments in bf16, all deferred": Case(zenflow={"moments_dtype": "bf16", "topk_ratio": 0}),
