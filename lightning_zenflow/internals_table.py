@@ -239,6 +239,7 @@ LIGHTNING = (
         "have all ranks hear SIGTERM",
         attributes=("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     ),
+    Internal("lightning.pytorch.trainer.connectors.signal_connector._HandlersCompose", "have all ranks hear SIGTERM"),
     Internal("lightning.pytorch.utilities.exceptions.SIGTERMException", "have all ranks hear SIGTERM"),
     Internal(
         "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
