@@ -87,7 +87,7 @@ class StopSignals(_SignalConnector):
         self.held.hold(asking)  # from here on no rank hears anything alone
         ends, requeues, *asked = self._on_any_rank([self._is_noted, self._is_requeued, *map(self.held.has, asking)])
         self._is_requeued = False
-        self.held.hear([number for number, has_come in zip(asking, asked) if has_come])
+        self.held.hear([number for number, has_come in zip(asking, asked, strict=True) if has_come])
         if requeues or self._is_requeued:
             self._is_requeued = False
             super()._slurm_sigusr_handler_fn(self._requeue_signal(), None)  # type: ignore[arg-type]
