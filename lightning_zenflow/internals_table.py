@@ -225,6 +225,7 @@ LIGHTNING = (
     Internal(
         "lightning.fabric.utilities.exceptions.MisconfigurationException", "answer in words", by_command_line=True
     ),
+    Internal("torch.distributed.rendezvous._create_c10d_store", "start ranks again"),
     Internal("lightning.pytorch.core.optimizer._MockOptimizer", "see that there is no optimizer"),
     Internal("lightning.pytorch.strategies.strategy.TBroadcast", "resolve annotations"),
     Internal("lightning.pytorch.utilities.model_helpers.is_overridden", "see whether layers are made in a hook"),

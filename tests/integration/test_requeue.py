@@ -82,15 +82,16 @@ def ends(programs: list[Program]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("at", "stops"),
+    ("at", "saved", "stops"),
     [
-        ((5,), 6),
-        pytest.param((5, 6), 6, marks=pytest.mark.long),  # the tasks get the signal in different batches
-        pytest.param((-1, 7), 8, marks=pytest.mark.long),  # one to which SLURM's signal has not come yet
+        ((5,), 6, 6),
+        # The tasks get the signal in different batches, and SLURM's SIGTERM once they have saved.
+        pytest.param((5, 6), 6, 7, marks=pytest.mark.long),
+        pytest.param((-1, 7), 8, 9, marks=pytest.mark.long),  # one of them has not got it yet
     ],
 )
 def test_a_job_that_is_requeued_goes_on_as_if_never_stopped(
-    at: tuple[int, ...], stops: int, tmp_path: Path, free_port: int
+    at: tuple[int, ...], saved: int, stops: int, tmp_path: Path, free_port: int
 ) -> None:
     (tmp_path / "whole").mkdir()
     with job(tmp_path / "whole", (-1,) * len(at), free_port) as programs:
@@ -102,7 +103,7 @@ def test_a_job_that_is_requeued_goes_on_as_if_never_stopped(
     assert not (tmp_path / "weights.pt").exists()
     with job(tmp_path, (-1,) * len(at), free_port) as programs:
         assert ends(programs) == [20] * len(at)
-        assert all(program.has_said(f"step {stops + 1}") for program in programs)
-        assert not any(program.has_said(f"step {stops}") for program in programs)
+        assert all(program.has_said(f"step {saved + 1}") for program in programs)
+        assert not any(program.has_said(f"step {saved}") for program in programs)
     whole, resumed = (torch.load(folder / "weights.pt") for folder in (tmp_path / "whole", tmp_path))
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
