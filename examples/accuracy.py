@@ -35,7 +35,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "AdamW": None,
     "defaults": AUTO,
     **{f"U = {steps}": {"update_interval": steps} for steps in (4, 1, 2, 8)},
-    **{f"U = {steps}, no interim step": {"update_interval": steps, "interim_step": False} for steps in (4, 1, 2, 8)},
+    **{
+        f"U = {steps}, no interim step": {"update_interval": steps, "interim_step": False} for steps in (4, 1, 2, 8)
+    },
     **{f"U = 4, k = {ratio}": {"topk_ratio": ratio} for ratio in (0.01, 0.05, 0.3)},
     **{f"U = 4, rate {scale}": {"deferred_lr_scale": scale} for scale in ("sqrt", "none")},
     "U = 4, no look-ahead": {"look_ahead": False},
@@ -155,9 +157,7 @@ def arguments() -> argparse.ArgumentParser:
         part = parts.add_parser(name)
         part.add_argument("--seeds", type=int, default=3 if name == "pretrain" else 5)
         part.add_argument("--rates", type=float, nargs="+", default=rates)
-        part.add_argument(
-            "--methods", nargs="+", choices=list(METHODS), default=["AdamW", "defaults", "U = 4"], metavar="METHOD"
-        )
+        part.add_argument("--methods", nargs="+", choices=list(METHODS), default=["AdamW", "defaults", "U = 4"], metavar="METHOD")
         part.add_argument(f"--{unit}", dest="size", type=int, default=size)
         part.add_argument("--output", type=Path, default=Path("accuracy"))
         if name == "finetune":
