@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_zenflow.environment import check_accelerator
+from lightning_zenflow.restarted import store_of_this_attempt
 
 
 class _AnyAcceleratorStrategy(DeepSpeedStrategy):
@@ -36,7 +37,7 @@ class _AnyAcceleratorStrategy(DeepSpeedStrategy):
 
         # DeepSpeed's own calls: under ZeRO-3 a line for each layer and step.
         warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", category=FutureWarning)
-        with without_compiling():
+        with without_compiling(), store_of_this_attempt():
             super()._init_deepspeed_distributed()
         _keep_in_children()
         # Lightning does this for NCCL alone. A group of another backend that outlives Python may abort the exiting process.

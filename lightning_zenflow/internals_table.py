@@ -225,6 +225,7 @@ LIGHTNING = (
     Internal(
         "lightning.fabric.utilities.exceptions.MisconfigurationException", "answer in words", by_command_line=True
     ),
+    Internal("torch.distributed.rendezvous._create_c10d_store", "start ranks again"),
     Internal("lightning.pytorch.core.optimizer._MockOptimizer", "see that there is no optimizer"),
     Internal("lightning.pytorch.strategies.strategy.TBroadcast", "resolve annotations"),
     Internal("lightning.pytorch.utilities.model_helpers.is_overridden", "see whether layers are made in a hook"),
@@ -239,6 +240,7 @@ LIGHTNING = (
         "have all ranks hear SIGTERM",
         attributes=("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
     ),
+    Internal("lightning.pytorch.trainer.connectors.signal_connector._HandlersCompose", "have all ranks hear SIGTERM"),
     Internal("lightning.pytorch.utilities.exceptions.SIGTERMException", "have all ranks hear SIGTERM"),
     Internal(
         "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",

@@ -50,23 +50,30 @@ class Hold:
         """Drops a signal that has come."""
         self._arrived = [other for other in self._arrived if other != number]
 
-    def release(self) -> None:
-        """Puts the handlers back and runs those of the signals that have come, in order. Idempotent."""
-        for number, handler in self._handlers.items():
+    def end_batch(self) -> None:
+        """What came during a batch is heard now."""
+        self.release()
+
+    def release(self, numbers: Collection[int] | None = None) -> None:
+        """Puts handlers back, all if none are named, and runs those of the signals that have come, in order. Idempotent."""
+        released = {each: handler for each, handler in self._handlers.items() if numbers is None or each in numbers}
+        for number, handler in released.items():
             if signal.getsignal(number) is self:  # else somebody has set one of their own meanwhile
                 signal.signal(number, handler)
-        handlers, self._handlers = self._handlers, {}
-        arrived, self._arrived = self._arrived, []
-        _run_all([(handlers[number], number) for number in arrived])
+        self._handlers = {number: handler for number, handler in self._handlers.items() if number not in released}
+        arrived = [number for number in self._arrived if number in released]
+        self._arrived = [number for number in self._arrived if number not in released]
+        run_all([(released[number], number) for number in arrived])
 
 
-def _run_all(calls: list[tuple[Callable[[int, FrameType | None], Any], int]]) -> None:
+def run_all(calls: list[tuple[Callable[[int, FrameType | None], Any], int]]) -> None:
+    """Calls handlers in order, each with its signal, also if one raises."""
     if calls:
         (handler, number), *others = calls
         try:
             handler(number, None)
         finally:  # Ctrl-C raises, and the others are heard all the same
-            _run_all(others)
+            run_all(others)
 
 
 @contextmanager

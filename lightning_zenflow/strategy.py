@@ -106,7 +106,7 @@ class ZenFlowStrategy(IntervalsStrategy):
     def _begin_run(self) -> None:
         self._skipped_steps_logged = 0
         self._step_is_open = self._batch_is_open = False
-        self._held = Hold()
+        self._held: Hold = Hold()
         self._has_ended = self._is_complete = self._loads_whole_file = False
         self._guard: ModuleGuard | None = None
 
@@ -131,6 +131,8 @@ class ZenFlowStrategy(IntervalsStrategy):
         if self.world_size > 1:
             StopSignals.install(trainer)
         self._begin_run()
+        if isinstance(trainer._signal_connector, StopSignals):
+            self._held = trainer._signal_connector.begin_run()
         if type(self.precision_plugin) is DeepSpeedPrecision:
             self.precision_plugin = ZenFlowPrecision(self.precision_plugin.precision)  # type: ignore[arg-type]
         if trainer.state.fn == TrainerFn.FITTING:
@@ -316,7 +318,8 @@ class ZenFlowStrategy(IntervalsStrategy):
         """Lets signals that came during the batch be heard; Ctrl-C not, if there is an error to show."""
         if with_error:
             self._held.forget(signal.SIGINT)
-        self._held.release()
+            self._held.release()
+        self._held.end_batch()
 
     def settle(self) -> None:
         """Brings the weights up to date: no gradient is pending, and they are the rounded fp32 masters.
@@ -472,4 +475,5 @@ class _SettleFirst(Callback):
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         trainer.strategy._end_training()
         if isinstance(trainer._signal_connector, StopSignals):
-            trainer._signal_connector.agree()  # SIGTERM during the last step
+            trainer._signal_connector.agree()  # what came during the last step
+        trainer.strategy._held.release()

@@ -47,7 +47,10 @@ def test_torchrun(ranks: int, plain: dict[int, dict[str, Tensor]], tmp_path: Pat
 
 
 def test_torchrun_starts_a_failed_training_again(plain: dict[int, dict[str, Tensor]], tmp_path: Path) -> None:
-    """The rank that does not fail is ended by the agent, in the middle of its training, and so is its worker."""
+    """The rank that does not fail is ended by the agent, in the middle of its training, and so is its worker.
+
+    The second attempt meets in the store of the first, and may not find its addresses there.
+    """
     code = """
 import os
 from tests.launched import train
@@ -58,8 +61,7 @@ def fail(trainer):
         os._exit(3)
 train(devices=2, callbacks=(At(5, fail),))
 """
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the second attempt may find the addresses of the first
-    with launched([*torchrun(2, "--max-restarts=1"), script(tmp_path, code)], tmp_path, env=env) as program:
+    with launched([*torchrun(2, "--max-restarts=1"), script(tmp_path, code)], tmp_path) as program:
         program.wait_for("fails", within_secs=60)
         assert program.end(90) == 0, program.output
         assert [program.output.split("\n").count(words) for words in ("started", "fails", "train end")] == [4, 1, 2]

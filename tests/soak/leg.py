@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Soaked(Small):
     def __init__(self, soak: Soak) -> None:
         super().__init__(configure=_with_schedule)
         self.soak = soak
+        self.losses = deque(maxlen=1)  # type: ignore[assignment]  # it may not grow
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         number = self.current_epoch * EPOCH + batch_idx + 1
@@ -56,11 +58,14 @@ class Disturbs(Callback):
 
     def __init__(self, soak: Soak, folder: Path) -> None:
         self._soak, self._folder = soak, folder
+        self._leaked: list[bytes] = []
         self._progress = os.open(folder / f"progress{os.environ.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         number = number_of(trainer)
+        if self._soak.leak:
+            self._leaked.append(number.to_bytes(self._soak.leak, "little"))
         intervals = self._soak.intervals_after(number)
         if intervals is not None:
             trainer.strategy.change_intervals(*intervals)

@@ -22,6 +22,7 @@ class Soak:
         precision: Of the Trainer.
         accumulate: Micro-batches of a step.
         seed: Of everything that is drawn.
+        leak: Bytes that the trainer keeps of every batch: a soak with a leak must fail.
         quiet: The run to compare with: the same course in one process, without pauses, saves and evaluations.
     """
 
@@ -32,6 +33,7 @@ class Soak:
     precision: str = "32-true"
     accumulate: int = 1
     seed: int = 0
+    leak: int = 0
     quiet: bool = False
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -26,7 +27,20 @@ def test_a_slope_is_that_of_the_line_whatever_a_few_points_say() -> None:
 def test_memory_that_grows_with_every_step_is_found_in_noise() -> None:
     noise = random.Random(0)
     found = grown(samples(lambda step: 3e8 + 25_000 * step + noise.gauss(0, 2e6)))
-    assert len(found) == 1 and found[0].startswith("bytes trainer: +2.5")
+    assert len(found) == 1 and found[0].startswith("bytes trainer: +2.4")
+
+
+@pytest.mark.parametrize(("leak", "faults"), [(0, 0), (50, 0), (300, 1), (5000, 1)])
+def test_a_small_leak_is_told_from_an_allocator_that_takes_ever_less(leak: int, faults: int) -> None:
+    """A leg of 2,500 batches, whose memory grows as was measured: by pages, in jumps, and less and less."""
+    chance = random.Random(0)
+    jumps = sorted(chance.uniform(0, 2500) for _ in range(6))
+
+    def taken(step: int) -> float:
+        pages = round((8e5 * (1 - math.exp(-step / 800)) + leak * step) / 4096)
+        return 3.6e8 + 4096 * (pages + 30 * sum(jump < step for jump in jumps) + chance.choice([0, 0, 0, 1, 25]))
+
+    assert len(grown(samples(taken, steps=2500))) == faults
 
 
 @pytest.mark.parametrize("name", ["files worker", "threads trainer"])
