@@ -13,8 +13,8 @@ from lightning_zenflow.work import Work
 from .console import console, facts, size, table
 from .estimation import Estimate, Method
 
-FRESH_INTERVAL_STEPS = 4
-"""Up to here training loses nothing to stale updates (DESIGN section 2.2)."""
+FRESH_INTERVAL_STEPS = 8
+"""Up to here training was measured to lose nothing to stale updates (`examples/accuracy.md`)."""
 
 NOT_COUNTED = (
     "Not counted: activations, which take device memory of their own; attention's work beyond its weights; what a step costs"
@@ -127,8 +127,8 @@ def _advice(found: Estimate) -> list[str]:
         said.append(f"To select, a device receives {' and '.join(parts)} from the others.")
     if found.update_interval > FRESH_INTERVAL_STEPS:
         said.append(
-            f"Updates come up to {found.update_interval} steps late: above {FRESH_INTERVAL_STEPS}, high learning rates lose"
-            " accuracy."
+            f"Updates come up to {found.update_interval} steps late: above {FRESH_INTERVAL_STEPS}, what that does"
+            " to accuracy has not been measured."
         )
     stall_ratio = step.stall_secs / step.step_secs
     if stall_ratio > TUNER.stall_budget:

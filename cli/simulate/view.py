@@ -99,7 +99,7 @@ def notes(found: Simulation) -> list[str]:
     )
     if any(found.point(TUNED, ratio).update_interval > FRESH_INTERVAL_STEPS for ratio in found.ratios):
         said.append(
-            f"Above U = {FRESH_INTERVAL_STEPS}, which auto may choose, high learning rates lose accuracy; no accuracy is"
+            f"Above U = {FRESH_INTERVAL_STEPS}, which auto may choose, accuracy has not been measured; no accuracy is"
             " simulated here."
         )
     if found.drift > MOST_DRIFT:

@@ -103,8 +103,8 @@ def test_it_is_said_that_the_host_bounds_everything_only_where_it_does() -> None
 
 
 def test_a_larger_interval_than_training_bears_is_warned_of() -> None:
-    points = [dataclasses.replace(point, update_interval=5) for point in simulation(1.0).points]
-    warning = "Above U = 4, which auto may choose, high learning rates lose accuracy"
+    points = [dataclasses.replace(point, update_interval=9) for point in simulation(1.0).points]
+    warning = "Above U = 8, which auto may choose, accuracy has not been measured"
     assert any(warning in note for note in notes(dataclasses.replace(simulation(1.0), points=tuple(points))))
     assert not any(warning in note for note in notes(simulation(1.0)))
 
