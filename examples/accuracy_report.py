@@ -110,6 +110,47 @@ def _table(rows: Sequence[Row], *, paired: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True)
+class Column:
+    """What a column of an overview shows.
+
+    Attributes:
+        task: Of its runs.
+        figure: Of what they came to.
+        lr: Their rate.
+        title: Above it.
+    """
+
+    task: str
+    figure: str
+    lr: float
+    title: str
+
+
+def overview(rows: Sequence[Row], columns: Sequence[Column], methods: Sequence[str]) -> str:
+    """Markdown: a line for each method; each cell the mean over seeds and, in brackets, the paired difference to the baseline.
+
+    Differences are with their standard error. Methods without any run are left out.
+    """
+    found = {(row.task, row.figure, row.lr, row.method): row for row in rows}
+    lines = [f"| method | {' | '.join(column.title for column in columns)} | seeds |", "|---" * (len(columns) + 2) + "|"]
+    for method in methods:
+        own = [found.get((column.task, column.figure, column.lr, method)) for column in columns]
+        seeds = sorted({row.seeds for row in own if row is not None})
+        if seeds:
+            counts = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+            lines.append(f"| {method} | {' | '.join(_cell(row) for row in own)} | {counts} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.method == BASELINE:
+        return f"{row.mean:.4f}"
+    return f"{row.mean:.4f} ({row.difference:+.4f} ± {row.error:.4f})"
+
+
 def write_report(results: Sequence[Result], folder: Path, curves: Sequence[str] | None = None) -> None:
     """Writes `accuracy.md` and `accuracy.png`, the latter of the methods in `curves` alone if they are given.
 

@@ -12,7 +12,7 @@ from lightning_zenflow.restarted import store_of_this_attempt
 def store() -> torch.distributed.Store:
     """As `init_process_group` gets it, in this process alone."""
     with store_of_this_attempt():
-        found: torch.distributed.Store = next(torch.distributed.rendezvous("env://"))[0]  # type: ignore[attr-defined]
+        found: torch.distributed.Store = next(torch.distributed.rendezvous("env://"))[0]
     return found
 
 
