@@ -98,7 +98,7 @@ class InterimStep:
         self._rates = [SCALE * group.lr * (1 - group.beta1**self._delay_steps) / loss_scale for group in groups]
 
     def measure(self, segment: Segment, squares: Sequence[Tensor]) -> None:
-        """Before any move by a gradient: its sums of squares, fp32 scalars on the device, still times the loss scale squared."""
+        """Before any move by a gradient: its sums of squares, fp32 scalars on the device, still scaled as the gradient is."""
         if self.is_due and squares and segment.spec.is_matrix:
             self._squares[segment.param] = segment.numel, torch.stack(list(squares)).sum()
             self._bounded.pop(segment.param, None)
