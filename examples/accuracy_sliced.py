@@ -73,7 +73,7 @@ class SlicedReference(ZenFlowReference):
                 continue
             part = self._part(state, plan.block)[0]
             columns, arrived = state.visible[columns_of(state)], part.visible.clone() if plan.lag == 0 else None
-            state.visible.add_(gradients[name], alpha=-rate)
+            state.visible.add_(self._bounded(state, gradients[name]), alpha=-rate)
             if arrived is not None:
                 part.visible.copy_(arrived)
             state.visible[columns_of(state)] = columns

@@ -4,17 +4,22 @@ A gradient reaches a deferred weight as soon as the host's update arrives, which
 directions of high curvature such a delay lets weights swing where AdamW's would settle. So the device moves its own copy at
 once, by what it knows without any state for each element::
 
-    w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / rms
+    w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / max(rms, rms_now / 3)
 
 `rms` is the root of the mean square of the matrix's gradients, a moving average over the steps before; `1 - beta1**delay`
 is how much of a gradient AdamW's first moment has let through in the time that the update takes on average. AdamW divides by
 each element's own root, which for most elements is below that of their matrix: hence the 1.5, which has been measured
 (`examples/accuracy.md`). The look-ahead, which goes on along the last move, fades by `beta1**delay` in turn. The master never
 sees any of it: the next update of the block overwrites the device's copy.
+
+Clipping comes too late for a move, since it needs the norm of everything. So that one batch with a gradient far beyond all
+before does not throw the weights away, a third of its own root mean square, `rms_now`, is the least that it is divided by. It
+is that of the rank's part of the matrix.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +38,9 @@ SCALE = 1.5
 
 DECAY = 0.98
 """Of the moving average of squared gradients, per step."""
+
+LARGEST = 3.0
+"""Most that a gradient moves a matrix, in usual moves. AdamW's bound, `(1 - beta1) / sqrt(1 - beta2)`, is about the same."""
 
 SLOT = 2
 """Number by which `Transfers` knows copies out of the slot; those of the outbox halves are 0 and 1."""
@@ -61,13 +69,18 @@ class InterimStep:
         self._in_parts: set[int] = set()
         self._late: frozenset[int] = frozenset()
         self._knows_parts = False  # once a whole step of this process was seen
-        self._inverse_rms: Sequence[Tensor] = ()
+        self._inverse_rms: Sequence[Tensor] = ()  # of the steps before
+        self._squares: dict[int, tuple[int, Tensor]] = {}  # elements and sum of squares of the gradient at hand
+        self._bounded: dict[int, Tensor] = {}  # what a move multiplies by, once it is known
+        self._loss_scale = 1.0
         self._rates: list[float] | None = None
 
     def open(self, plan: StepPlan) -> None:
         """Begins the step of `plan`, before its forward, on the stream that those of gradients wait for."""
         self.is_due = plan.interim and self.observed_steps > 0
         self._delay_steps, self._rates = plan.delay_steps, None
+        self._squares.clear()
+        self._bounded.clear()
         self._late = frozenset(self._in_parts if self._knows_parts else range(len(self._table.params)))
         if self.is_due:
             rms = (self.mean_squares / (1 - DECAY**self.observed_steps)).sqrt()
@@ -81,7 +94,14 @@ class InterimStep:
 
     def begin(self, groups: Sequence[Hyper], loss_scale: float) -> None:
         """With the first gradient of a step: how far each group's weights go."""
+        self._loss_scale = loss_scale
         self._rates = [SCALE * group.lr * (1 - group.beta1**self._delay_steps) / loss_scale for group in groups]
+
+    def measure(self, segment: Segment, squares: Sequence[Tensor]) -> None:
+        """Before any move by a gradient: its sums of squares, fp32 scalars on the device, still scaled as the gradient is."""
+        if self.is_due and squares and segment.spec.is_matrix:
+            self._squares[segment.param] = segment.numel, torch.stack(list(squares)).sum()
+            self._bounded.pop(segment.param, None)
 
     def comes_in_parts(self, segment: Segment) -> None:
         """From the next step on, these weights move at its end: after the first part of a gradient they are read again.
@@ -127,9 +147,19 @@ class InterimStep:
 
     def _add(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
         assert self._rates is not None
-        inverse_rms, rate = self._inverse_rms[segment.param], self._rates[segment.spec.group]
+        inverse_rms, rate = self._inverse(segment.param), self._rates[segment.spec.group]
         for offset, weights in self._weights.ranges(start, stop):
             weights.addcmul_(grad[offset : offset + weights.numel()], inverse_rms, value=-rate)
+
+    def _inverse(self, param: int) -> Tensor:
+        """What a move multiplies a gradient by: one over the usual root mean square, or three over its own if that is less."""
+        if param not in self._bounded:
+            inverse = self._inverse_rms[param]
+            if param in self._squares:
+                numel, squares = self._squares[param]
+                inverse = torch.minimum(inverse, squares.rsqrt() * (LARGEST * math.sqrt(numel) * self._loss_scale))
+            self._bounded[param] = inverse
+        return self._bounded[param]
 
     def observe(self, squares: Tensor, loss_scale: float) -> None:
         """After an applied step: sums of squares of its gradient over all ranks, fp32 `[parameters]` on the device."""

@@ -30,6 +30,10 @@ INTERIM_DECAY = 0.98
 """Of the moving average of squared gradients by which the device moves deferred weights."""
 
 
+INTERIM_LARGEST = 3.0
+"""Most that a gradient moves a matrix, in usual moves: clipping comes too late for them."""
+
+
 @dataclass
 class ParameterState:
     """All that is known of one parameter; tensors are `[rows, cols]` for a matrix, else in the parameter's own shape.
@@ -148,8 +152,8 @@ class ZenFlowReference:
         topk_ratio: Share of a matrix's columns that are selected.
         deferred_lr_scale: Rate of one update for n steps: `linear` (sum of n rates), `sqrt` (sum / sqrt(n)), `none` (mean).
         clip_norm: Largest global gradient norm; 0 or `None` clips nothing.
-        ranks: ZeRO world size. Only the cut into blocks depends on it.
-        stage3: Whether ZeRO cuts parameters instead of groups. Only the cut into blocks depends on it.
+        ranks: ZeRO world size. The cut into blocks depends on it, and which parts of a matrix move by a bounded gradient.
+        stage3: Whether ZeRO cuts parameters instead of groups. What depends on `ranks` depends on it.
         moments_dtype: What the host keeps the moments of deferred elements in: `fp32`, or `bf16`, to which they are rounded
             as `rounding.py` says, at each update with its clock. Those of selected elements are fp32, until a selection
             rounds those of the columns that leave, with the clock of the step before.
@@ -281,17 +285,32 @@ class ZenFlowReference:
     def _move(self, gradients: Mapping[str, Tensor], plan: StepPlan) -> None:
         """What the device itself does to deferred elements until the host's update arrives; no master sees it.
 
-        w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / rms, the root mean square over the steps before.
+        w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / max(rms, rms_now / 3), where rms is the root mean square over
+        the steps before, and rms_now that of this gradient.
         """
         for name, state in self.states.items():
             moved = ~state.selected
             if plan.lag == 0:  # what has just arrived knows this gradient
                 moved &= state.block != plan.block
-            state.visible[moved] -= self._move_rate(state, plan) * gradients[name][moved]
+            state.visible[moved] -= self._move_rate(state, plan) * self._bounded(state, gradients[name])[moved]
+
+    def _bounded(self, state: ParameterState, gradient: Tensor) -> Tensor:
+        """The gradient, whose part on each rank is made smaller if its root mean square is above three times the usual one."""
+        largest = INTERIM_LARGEST * self._rms(state)
+        place, bounded = state.place.flatten(), gradient.flatten().clone()
+        starts = (place[1:] <= place[:-1]).nonzero().flatten() + 1  # where the shard of the next rank begins
+        for part in bounded.tensor_split(starts):
+            rms = math.sqrt(part.double().square().mean().item())
+            if rms > largest:
+                part *= largest / rms
+        return bounded.view(gradient.shape)
+
+    def _rms(self, state: ParameterState) -> float:
+        return math.sqrt(state.mean_square / (1 - INTERIM_DECAY**self._observed_steps))
 
     def _move_rate(self, state: ParameterState, plan: StepPlan) -> float:
         """What the device multiplies a gradient by: 0 for vectors, and for a matrix that never had a gradient."""
-        rms = math.sqrt(state.mean_square / (1 - INTERIM_DECAY**self._observed_steps))
+        rms = self._rms(state)
         if len(state.shape) < 2 or rms == 0:
             return 0.0
         settings = self.groups[state.group]

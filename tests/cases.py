@@ -69,6 +69,8 @@ class Case:
     decoupled: bool = True
     moments_dtype: str = "fp32"
     nan_step: int | None = None
+    spike_step: int | None = None
+    """Step with a loss of a hundred times its usual size."""
     small_pieces: bool = False
     settle_before_step: int | None = None
     changes: tuple[tuple[int, int, int], ...] | None = None
@@ -169,13 +171,15 @@ def run_case(case: Case, rank: int = 0, world_size: int = 1, device: str = "cpu"
                 engine.set_gradient_accumulation_boundary(micro == case.accumulate - 1)
                 ids, targets = batch(step, micro, rank, device)
                 loss = F.cross_entropy(engine(ids, use_sometimes), targets) / case.accumulate
+                spike = 100.0 if step == case.spike_step else 1.0
+                loss = spike * loss
                 if step == case.nan_step:
                     loss = loss * float("nan")
                 engine.backward(loss)
                 for other in range(world_size):
                     ids, targets = batch(step, micro, other, device)
                     share = case.accumulate * world_size
-                    (F.cross_entropy(twin(ids, use_sometimes), targets) / share).backward()
+                    (spike * F.cross_entropy(twin(ids, use_sometimes), targets) / share).backward()
             if reference.schedule.plan(reference.clock + 1).reselect:  # the barrier's updates began with backward
                 assert not any(zero.shard.host.ledger.held)
             grads = {name: zero.gradient(param).clone() for name, param in params.items()}

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
+
 FACTORS: dict[str, list[Any]] = {
     "stage": [2, 1, 3],
     "offload_params": [False, True],
@@ -54,7 +56,9 @@ def pairwise_cases() -> list[dict[str, Any]]:
 
 
 def check(run_ranks: Any, cases: list[dict[str, Any]], world_size: int) -> None:
-    results = run_ranks("tests.ranks:compare", world_size=world_size, timeout=20 + 10 * len(cases), cases=cases)
+    results = run_ranks(
+        "tests.ranks:compare", world_size=world_size, timeout=patient(20 + 10 * len(cases)), cases=cases
+    )
     for rank, differences in enumerate(results):
         assert len(differences) == len(cases)
         for case, worst in zip(cases, differences, strict=True):
@@ -70,6 +74,13 @@ def test_every_pair_of_settings_equals_the_reference(run_ranks: Any, world_size:
     cases = pairwise_cases()
     assert len(cases) < 40
     check(run_ranks, cases, world_size)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_far_beyond_all_before_moves_the_device_as_in_the_reference(run_ranks: Any, world_size: int) -> None:
+    settings = {"spike_step": 8, "clip_norm": 0.05, "topk_ratio": 0.1, "moments_dtype": "fp32"}
+    check(run_ranks, [{**settings, "stage": stage} for stage in (2, 3)], world_size)
 
 
 @pytest.mark.long

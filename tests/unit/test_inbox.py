@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from lightning_zenflow import gradients
+from lightning_zenflow.adamw import Hyper
 from lightning_zenflow.gradients import GradientInbox
+from lightning_zenflow.interim import InterimStep
+from lightning_zenflow.schedule import StepPlan
 from lightning_zenflow.selected import HostState, SelectedState
 from lightning_zenflow.shards import ParamSpec, ShardTable
 from lightning_zenflow.transfer import Transfers
+from lightning_zenflow.weights import ShardWeights
 
 CPU = torch.device("cpu")
 SPECS = [ParamSpec("w", (7, 10), 0, 0), ParamSpec("v", (4,), 0, 70), ParamSpec("u", (5, 3), 0, 74)]
@@ -55,6 +59,27 @@ def test_bands_of_any_size_measure_pack_and_copy_the_same(
                 expected.append(slot[segment.start + offset])
     assert torch.equal(packed, torch.stack(expected))
     assert waits == [(segment.start, segment.stop) for segment in reversed(table.segments)]
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+@pytest.mark.parametrize("band_numel", [3, 1000])
+def test_a_gradient_far_beyond_all_before_moves_weights_as_three_usual_ones(
+    band_numel: int, loss_scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "_CPU_BAND_NUMEL", band_numel)
+    table = ShardTable.build(SPECS, [90], 0)
+    selected = SelectedState(table, torch.float32, CPU)
+    selected.fetch(HostState(*(torch.zeros(table.numel) for _ in range(3))), {})
+    flat = torch.zeros(90)
+    interim = InterimStep(table, ShardWeights(table, [flat]), Transfers(), CPU)
+    interim.load_state({"w": 0.02, "v": 0.02, "u": 0.02}, 1, [])  # a usual gradient is 1
+    inbox = GradientInbox(table, selected, Transfers(), CPU, torch.zeros(90), lambda start, stop: None, interim)
+    interim.open(StepPlan(2, False, 0, 1, 0.0, delay_steps=1.0, interim=True))
+    interim.begin([Hyper(1.0, 0.0, 0.0, 1e-8, 0.0, True)], loss_scale)
+    for segment, size in zip(table.segments, (2.0, 1.0, 100.0), strict=True):
+        inbox.receive(segment, torch.full((segment.numel,), size * loss_scale))
+    for start, stop, moved in ((0, 70, 3.0), (70, 74, 0.0), (74, 89, 4.5)):
+        assert flat[start:stop].tolist() == pytest.approx([-moved] * (stop - start))
 
 
 def test_a_step_without_gradients_has_zeros_everywhere() -> None:
