@@ -80,7 +80,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--update-interval", type=int, default=4)
     parser.add_argument("--topk-ratio", type=float, default=0.1)
-    parser.add_argument("--interim-step", action="store_true", help="let the device move deferred weights itself")
+    parser.add_argument(
+        "--interim-step",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let the device move deferred weights itself",
+    )
     given = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     zenflow = {

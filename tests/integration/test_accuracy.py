@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples import pretrain_char_gpt
 from examples.accuracy_emulated import Emulation, trained_by
 from examples.pretrain_char_gpt import pretrain
 from tests.integration.test_finetune_sentiment import needs_minilm
@@ -107,3 +108,14 @@ def test_both_methods_fine_tune_and_are_compared(tmp_path: Path) -> None:
     assert [set(one["figures"]) for one in results] == [{"accuracy", "f1", "loss"}] * 2 + [
         {"pearson", "spearman", "loss"}
     ] * 2
+
+
+@pytest.mark.parametrize(("given", "moves"), [([], True), (["--interim-step"], True), (["--no-interim-step"], False)])
+def test_the_pretraining_has_the_interim_step_of_a_user_who_sets_nothing(
+    given: list[str], moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(pretrain_char_gpt, "pretrain", lambda settings, **_: seen.append(settings) or [1.0])
+    monkeypatch.setattr("sys.argv", ["pretrain_char_gpt", *given])
+    pretrain_char_gpt.main()
+    assert [settings["interim_step"] for settings in seen] == [moves]
