@@ -133,7 +133,10 @@ def overview(rows: Sequence[Row], columns: Sequence[Column], methods: Sequence[s
     Differences are with their standard error. Methods without any run are left out.
     """
     found = {(row.task, row.figure, row.lr, row.method): row for row in rows}
-    lines = [f"| method | {' | '.join(column.title for column in columns)} | seeds |", "|---" * (len(columns) + 2) + "|"]
+    lines = [
+        f"| method | {' | '.join(column.title for column in columns)} | seeds |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
     for method in methods:
         own = [found.get((column.task, column.figure, column.lr, method)) for column in columns]
         seeds = sorted({row.seeds for row in own if row is not None})

@@ -7,7 +7,7 @@ read there what was in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -78,32 +78,26 @@ class GradientInbox:
             grad = part + self.read(segment).to(part.device)
         else:
             self._wait_slot(segment.start, segment.stop)
-        bands = list(self._bands(segment, grad))
-        squares = self._squares[segment.param] = [self._square_sum(band) for _, _, band in bands]
-        if self._interim is not None:
-            self._interim.measure(segment, squares)  # all of it, before the first move
-            if is_second:
-                self._interim.move(segment, segment.start, segment.stop, part)
-                self._interim.comes_in_parts(segment)
+        squares = self._squares[segment.param] = []
         slots = {} if self._selecting else {slot.piece: slot for slot in self._selected.layout.slots(segment)}
-        for piece, row, band in bands:  # everything else that reads a band does so while it is in cache
-            start = piece.start + row * piece.width
-            if self._interim is not None and not is_second:
-                self._interim.move(segment, start, start + band.numel(), band)
-            if (slot := slots.get(piece)) is not None:
-                slot.pack(band, self._selected.wire, row)
-            # Last: the event recorded with the copy then stands for the measurements as well.
-            self._transfers.to_host(self._slot[start : start + band.numel()], band)
+        for piece in segment.pieces:
+            slot, rows = slots.get(piece), max(1, self._band_numel // piece.width)
+            for row in range(0, piece.rows, rows):  # everything that reads a band does so while it is in cache
+                start, stop = piece.start + row * piece.width, min(piece.stop, piece.start + (row + rows) * piece.width)
+                band = grad[start - segment.start : stop - segment.start]
+                squares.append(self._square_sum(band))
+                if slot is not None:
+                    slot.pack(band, self._selected.wire, row)
+                # Last: the event recorded with the copy then stands for the measurements as well.
+                self._transfers.to_host(self._slot[start:stop], band)
+        if self._interim is not None and self._interim.is_due:
+            self._interim.measure(segment, squares)  # all of it, before the first move
+            self._interim.move(segment, segment.start, segment.stop, part)
+            self._transfers.mark()
+        if is_second and self._interim is not None:
+            self._interim.comes_in_parts(segment)
         if self._selecting:
             self.board.record(segment, grad)
-
-    def _bands(self, segment: Segment, grad: Tensor) -> Iterator[tuple[Piece, int, Tensor]]:
-        """A gradient in parts that stay in cache: piece, first row in it, and flat elements."""
-        for piece in segment.pieces:
-            rows = max(1, self._band_numel // piece.width)
-            for row in range(0, piece.rows, rows):
-                start, stop = piece.start + row * piece.width, min(piece.stop, piece.start + (row + rows) * piece.width)
-                yield piece, row, grad[start - segment.start : stop - segment.start]
 
     def _square_sum(self, grad: Tensor) -> Tensor:
         """Sum of squares of a flat tensor as an fp32 scalar on its device."""

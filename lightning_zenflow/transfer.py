@@ -34,8 +34,12 @@ class Transfers:
         """Starts copying `device` into `host`; `host` is valid after `wait_to_host`."""
         host.copy_(device, non_blocking=True)
         self.to_host_bytes += host.nbytes
+        self.mark()
+
+    def mark(self) -> None:
+        """What has been queued on the current stream so far is part of what `wait_to_host` waits for."""
         if not self._synchronous:
-            # One event per stream, recorded after the copy: backward may hand in gradients from several streams.
+            # One event per stream: backward may hand in gradients from several streams.
             stream = self._accelerator.current_stream()
             event = self._accelerator.Event()
             event.record(stream)

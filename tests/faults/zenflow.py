@@ -116,8 +116,8 @@ ZENFLOW: tuple[Line, ...] = (
             "integration/test_process_life.py::test_only_the_worker_is_bound_and_loader_workers_keep_all_cores",
         ),
         Break(
-            "        self._begin_run()\n        if type(self.precision_plugin)",
-            "        self._begin_run(); os.sched_setaffinity(0, {0})\n        if type(self.precision_plugin)",
+            "        self._begin_run()\n        if isinstance(trainer._signal_connector",
+            "        self._begin_run(); os.sched_setaffinity(0, {0})\n        if isinstance(trainer._signal_connector",
             ("integration/test_trainer_life.py::test_data_loader_workers_and_the_trainer_keep_their_cores",),
         ),
     ),
@@ -181,7 +181,7 @@ ZENFLOW: tuple[Line, ...] = (
         "JIT build at the first step",
         ("integration/test_trainer_life.py::test_a_run_needs_no_compiler_and_uses_none",),
         Break(
-            "        with without_compiling():\n",
+            "        with without_compiling(), store_of_this_attempt():\n",
             "        if True:\n",
             ("integration/test_trainer_life.py::test_a_run_needs_no_compiler_and_uses_none",),
         ),

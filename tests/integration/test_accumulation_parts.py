@@ -80,6 +80,13 @@ class Gradients(Callback):
     def __init__(self) -> None:
         self.worst: dict[str, float] = {}
         self.steps = 0
+        self._weights: dict[str, Tensor] = {}  # those of the step's forward: backward may move them already
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        assert isinstance(pl_module, Sometimes)
+        if not pl_module.seen:
+            with gathered(pl_module.net.parameters()):
+                self._weights = {name: value.clone() for name, value in pl_module.net.state_dict().items()}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         assert isinstance(pl_module, Sometimes) and isinstance(trainer.strategy, ZenFlowStrategy)
@@ -91,8 +98,7 @@ class Gradients(Callback):
 
     def _expected(self, trainer: Trainer, module: Sometimes) -> dict[str, Tensor]:
         twin = SometimesNet()
-        with gathered(module.net.parameters()):
-            twin.load_state_dict(module.net.state_dict())
+        twin.load_state_dict(self._weights)
         for batch, twin.uses_sometimes in module.seen:
             (F.cross_entropy(twin(batch[0]), batch[1]) / MICRO).backward()
         module.seen.clear()

@@ -115,7 +115,12 @@ def test_the_pretraining_has_the_interim_step_of_a_user_who_sets_nothing(
     given: list[str], moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(pretrain_char_gpt, "pretrain", lambda settings, **_: seen.append(settings) or [1.0])
+
+    def pretrain(settings: dict[str, Any], **others: Any) -> list[float]:
+        seen.append(settings)
+        return [1.0]
+
+    monkeypatch.setattr(pretrain_char_gpt, "pretrain", pretrain)
     monkeypatch.setattr("sys.argv", ["pretrain_char_gpt", *given])
     pretrain_char_gpt.main()
     assert [settings["interim_step"] for settings in seen] == [moves]

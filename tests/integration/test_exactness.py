@@ -45,14 +45,17 @@ def test_neither_a_second_run_nor_random_delays_change_a_bit(run_ranks: Any, pre
     for stage in STAGES.values():
         calm = {**plain, **stage}
         runs += [calm, calm, {**calm, "delays_secs": 0.03, "seed": 1}]
+    compared = len(runs)
+    still = {**plain["config"], "interim_step": False}  # it is not done where weights lie in host memory
+    runs += [{**plain, "config": still, **STAGES[stage]} for stage in ("3", "3 offload")]
     ranks = run_ranks("tests.ranks:train_all", world_size=world_size, runs=runs)
     for results in ranks:
-        for of_stage in range(0, len(runs), 3):
+        for of_stage in range(0, compared, 3):
             first, *others = results[of_stage : of_stage + 3]
             assert all(equal_bits(first, other) for other in others)
             assert equal_bits(first, ranks[0][of_stage])  # all ranks hold the same weights
         # Where weights lie changes nothing.
-        assert equal_bits(results[3], results[6])
+        assert equal_bits(*results[compared:])
 
 
 def test_one_batch_of_eight_equals_two_of_four_in_every_stage(run_ranks: Any) -> None:
