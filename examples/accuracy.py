@@ -39,7 +39,7 @@ PAPER: dict[str, Any] = {"update_interval": 4, "look_ahead": False, "interim_ste
 METHODS: dict[str, Method] = {
     "AdamW": None,
     "defaults": AUTO,
-    **{f"U = {steps}": {"update_interval": steps} for steps in (4, 1, 2, 8)},
+    **{f"U = {steps}": {"update_interval": steps} for steps in (4, 1, 2, 8, 16)},
     **{f"U = {steps}, no interim step": {"update_interval": steps, "interim_step": False} for steps in (4, 1, 2, 8)},
     **{f"U = 4, k = {ratio}": {"topk_ratio": ratio} for ratio in (0.01, 0.05, 0.3)},
     **{f"U = 4, rate {scale}": {"deferred_lr_scale": scale} for scale in ("sqrt", "none")},
