@@ -116,9 +116,9 @@ class ZenFlowConfig:
     interim_step: bool = True
     """Let the device move deferred weights itself at each step, along the gradient, until the host's update arrives, and give
     second moments the spread of gradients. What keeps AdamW's accuracy at high learning rates and long update
-    intervals (`examples/accuracy.md`). Costs a pass over the weights, and with several ranks under ZeRO-1 and 2 the gathering of
-    all weights that plain ZeRO has. Weights then move during backward: hooks between backward and step see them moved. Not done
-    where weights lie in host memory."""
+    intervals (`examples/accuracy.md`). Costs a pass over the weights, and with several ranks under ZeRO-1 and 2 the gathering
+    of all weights that plain ZeRO has. Weights then move during backward: hooks between backward and step see them moved. Not
+    done where weights lie in host memory."""
 
     deferred_lr_scale: Literal["linear", "sqrt", "none"] = "linear"
     """Learning rate of one update that stands for n steps: the sum of their n rates (`linear`), that sum divided by
