@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -122,5 +123,10 @@ def test_the_pretraining_has_the_interim_step_of_a_user_who_sets_nothing(
 
     monkeypatch.setattr(pretrain_char_gpt, "pretrain", pretrain)
     monkeypatch.setattr("sys.argv", ["pretrain_char_gpt", *given])
-    pretrain_char_gpt.main()
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    try:
+        pretrain_char_gpt.main()
+    finally:
+        logger.setLevel(level)  # the tests behind this one look at what is logged
     assert [settings["interim_step"] for settings in seen] == [moves]
