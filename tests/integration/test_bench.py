@@ -93,6 +93,6 @@ def test_two_ranks_receive_gradients_and_what_was_updated() -> None:
     found = json.loads(bench("--ranks", "2", "--no-memory", "--json", "--modes", "compute", "zero", "zenflow"))
     received = {mode: entry["figures"]["from_ranks_bytes"] for mode, entry in found["modes"].items()}
     assert received["compute"] == 0
-    # Gradients once and all weights, half of each from the other rank; ZenFlow a block and the selected ones instead.
+    # Gradients once and all weights, half of each from the other rank; ZenFlow's all change at each step by default.
     assert received["zero"] >= 2.0
-    assert 0 < received["zenflow"] < received["zero"]
+    assert received["zenflow"] == pytest.approx(received["zero"], rel=1e-3)
