@@ -112,9 +112,9 @@ def test_both_methods_fine_tune_and_are_compared(tmp_path: Path) -> None:
     words = ["--data", str(tmp_path), "--seeds", "1", "--tasks", "movie", "tweets", "--output", str(tmp_path)]
     run("examples.accuracy", "finetune", *words)
     results = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    assert [set(one["figures"]) for one in results] == [{"accuracy", "f1", "loss"}] * 2 + [
+    assert [set(one["figures"]) for one in results] == [{"accuracy", "f1", "loss"}] * 3 + [
         {"pearson", "spearman", "loss"}
-    ] * 2
+    ] * 3  # AdamW and two of ZenFlow
 
 
 @pytest.mark.parametrize(("given", "moves"), [([], True), (["--interim-step"], True), (["--no-interim-step"], False)])
