@@ -182,7 +182,7 @@ class Recorded(Dataset[Any]):
         return self._items[index]
 
 
-def char_gpt(lr: float) -> float:
+def char_gpt(lr: float, interim_step: bool = True) -> float:
     """Trains the char-GPT through the Trainer with bf16 weights; returns the mean loss of the last 50 steps."""
     from lightning.pytorch import LightningModule, Trainer
 
@@ -209,7 +209,9 @@ def char_gpt(lr: float) -> float:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     torch.set_num_threads(1)
-    zenflow = ZenFlowConfig(topk_ratio=0.1, select_strategy="step", select_interval=16, update_interval=4)
+    zenflow = ZenFlowConfig(
+        topk_ratio=0.1, select_strategy="step", select_interval=16, update_interval=4, interim_step=interim_step
+    )
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
