@@ -283,6 +283,9 @@ class Reference(Callback):
         self.params = {name: param for name, param in pl_module.net.named_parameters() if param.requires_grad}
         if number:
             self.reference = copy.deepcopy(self.after[number])
+            # Where weights lie in host memory the device does not move them, whatever the run before did.
+            now = zero.shard._schedule.interim
+            self.reference.schedule = replace(self.reference.schedule, interim=now)
             return
         # ZeRO's masters begin as the model's weights are, rounded to 16 bits where the model is.
         initial = [(name, weight.to(zero.dtype).float(), group) for name, weight, group in pl_module.initial]
