@@ -93,7 +93,7 @@ class GradientInbox:
         if self._interim is not None and self._interim.is_due:
             self._interim.measure(segment, squares)  # all of it, before the first move
             self._interim.move(segment, segment.start, segment.stop, part)
-            self._transfers.mark()
+            self._transfers.mark()  # `finish` then waits for the move as well, which reads `part` and writes weights
         if is_second and self._interim is not None:
             self._interim.comes_in_parts(segment)
         if self._selecting:
