@@ -396,6 +396,7 @@ class ShardOptimizer:
         self.stats = StepStats(
             step=self.clock,
             skipped_steps=self.stats.skipped_steps + (not applied),
+            begin_secs=self._step_started,
             step_secs=time.perf_counter() - self._step_started,
             update_stall_secs=stall_secs["wait for host"],
             select_stall_secs=stall_secs["select"],

@@ -76,7 +76,8 @@ class StepStats:
     Attributes:
         step: Number of applied steps so far: the one clock.
         skipped_steps: Steps skipped so far because a gradient was not finite.
-        step_secs: From the start of the step's first forward to its end.
+        begin_secs: Start of the step's first forward, on the clock of `time.perf_counter`.
+        step_secs: From then to the step's end.
         update_stall_secs: Time the training process was blocked waiting for a block of deferred updates.
         select_stall_secs: Time it was blocked in a re-selection.
         copy_secs: Time it spent copying finished blocks into the weights in this step, outside of barriers. It is no stall.
@@ -100,6 +101,7 @@ class StepStats:
 
     step: int = 0
     skipped_steps: int = 0
+    begin_secs: float = 0.0
     step_secs: float = 0.0
     update_stall_secs: float = 0.0
     select_stall_secs: float = 0.0
@@ -129,8 +131,11 @@ class StepStats:
         return {prefix + name: float(value) for name, value in figures.items() if value is not None}
 
     def figures(self) -> dict[str, float | None]:
-        """All fields but the spans."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "spans"}
+        """All fields but those that tell when something was."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TIMES}
+
+
+_TIMES = ("begin_secs", "spans")
 
 
 @dataclass(frozen=True)

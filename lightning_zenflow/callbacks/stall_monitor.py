@@ -142,11 +142,9 @@ class StallMonitor(Callback):
         if self._record is None:
             return
         if stats.step % self._every_n_steps == 0:
-            ends = [span.start_secs + span.secs for span in stats.spans if span.lane == "device"]
-            end_secs = max(ends, default=time.perf_counter())
             self._record.write(
                 "step",
-                begin_secs=self._since_start(end_secs - stats.step_secs),
+                begin_secs=self._since_start(stats.begin_secs),
                 reselected=stats.deferred_mass_ratio is not None,
                 spans=[
                     [lane, name, self._since_start(start), _rounded(secs)] for lane, name, start, secs in stats.spans
