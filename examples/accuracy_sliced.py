@@ -69,11 +69,11 @@ class SlicedReference(ZenFlowReference):
         """Moves everything, and puts back what is not to move."""
         assert plan.block is not None
         for name, state in self.states.items():
-            if (rate := self._move_rate(state, plan)) == 0:
+            if len(state.shape) < 2:
                 continue
             part = self._part(state, plan.block)[0]
             columns, arrived = state.visible[columns_of(state)], part.visible.clone() if plan.lag == 0 else None
-            state.visible.add_(self._bounded(state, gradients[name]), alpha=-rate)
+            state.visible.sub_(self._move_of(state, gradients[name], plan))
             if arrived is not None:
                 part.visible.copy_(arrived)
             state.visible[columns_of(state)] = columns

@@ -4,17 +4,17 @@ A gradient reaches a deferred weight as soon as the host's update arrives, which
 directions of high curvature such a delay lets weights swing where AdamW's would settle. So the device moves its own copy at
 once, by what it knows without any state for each element::
 
-    w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / max(rms, rms_now / 3)
+    w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / sqrt(0.98 * mean + 0.02 * now)
 
-`rms` is the root of the mean square of the matrix's gradients, a moving average over the steps before; `1 - beta1**delay`
-is how much of a gradient AdamW's first moment has let through in the time that the update takes on average. AdamW divides by
-each element's own root, which for most elements is below that of their matrix: hence the 1.5, which has been measured
-(`examples/accuracy.md`). The look-ahead, which goes on along the last move, fades by `beta1**delay` in turn. The master never
-sees any of it: the next update of the block overwrites the device's copy.
+`mean` is the mean square of the matrix's gradients, a moving average over the steps before, and `now` that of this gradient,
+over the rank's part of the matrix; `1 - beta1**delay` is how much of a gradient AdamW's first moment has let through in the
+time that the update takes on average. AdamW divides by each element's own root, which for most elements is below that of
+their matrix: hence the 1.5, which has been measured (`examples/accuracy.md`). The look-ahead, which goes on along the last
+move, fades by `beta1**delay` in turn. The master never sees any of it: the next update of the block overwrites the device's
+copy.
 
-Clipping comes too late for a move, since it needs the norm of everything. So that one batch with a gradient far beyond all
-before does not throw the weights away, a third of its own root mean square, `rms_now`, is the least that it is divided by. It
-is that of the rank's part of the matrix.
+Clipping comes too late for a move, since it needs the norm of everything. That one batch with a gradient far beyond all
+before does not throw the weights away is due to `now`: no gradient moves a matrix further than seven usual ones.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ SCALE = 1.5
 
 DECAY = 0.98
 """Of the moving average of squared gradients, per step."""
-
-LARGEST = 3.0
-"""Most that a gradient moves a matrix, in usual moves. AdamW's bound, `(1 - beta1) / sqrt(1 - beta2)`, is about the same."""
 
 SLOT = 2
 """Number by which `Transfers` knows copies out of the slot; those of the outbox halves are 0 and 1."""
@@ -69,9 +66,9 @@ class InterimStep:
         self._in_parts: set[int] = set()
         self._late: frozenset[int] = frozenset()
         self._knows_parts = False  # once a whole step of this process was seen
-        self._inverse_rms: Sequence[Tensor] = ()  # of the steps before
+        self._means: Sequence[Tensor] = ()  # of the steps before
         self._squares: dict[int, tuple[int, Tensor]] = {}  # elements and sum of squares of the gradient at hand
-        self._bounded: dict[int, Tensor] = {}  # what a move multiplies by, once it is known
+        self._inverses: dict[int, Tensor] = {}  # what a move multiplies by, once it is known
         self._loss_scale = 1.0
         self._rates: list[float] | None = None
 
@@ -80,12 +77,12 @@ class InterimStep:
         self.is_due = plan.interim and self.observed_steps > 0
         self._delay_steps, self._rates = plan.delay_steps, None
         self._squares.clear()
-        self._bounded.clear()
+        self._inverses.clear()
         self._late = frozenset(self._in_parts if self._knows_parts else range(len(self._table.params)))
         if self.is_due:
-            rms = (self.mean_squares / (1 - DECAY**self.observed_steps)).sqrt()
+            means = self.mean_squares / (1 - DECAY**self.observed_steps)
             # A matrix without any gradient so far stays where it is.
-            self._inverse_rms = torch.where(rms > 0, 1 / rms, torch.zeros_like(rms)).unbind()
+            self._means = torch.where(means > 0, means, math.inf).unbind()
 
     @property
     def needs_rates(self) -> bool:
@@ -101,7 +98,7 @@ class InterimStep:
         """Before any move by a gradient: its sums of squares, fp32 scalars on the device, still scaled as the gradient is."""
         if self.is_due and squares and segment.spec.is_matrix:
             self._squares[segment.param] = segment.numel, torch.stack(list(squares)).sum()
-            self._bounded.pop(segment.param, None)
+            self._inverses.pop(segment.param, None)
 
     def comes_in_parts(self, segment: Segment) -> None:
         """From the next step on, these weights move at its end: after the first part of a gradient they are read again.
@@ -147,19 +144,19 @@ class InterimStep:
 
     def _add(self, segment: Segment, start: int, stop: int, grad: Tensor) -> None:
         assert self._rates is not None
-        inverse_rms, rate = self._inverse(segment.param), self._rates[segment.spec.group]
+        inverse, rate = self._inverse(segment.param), self._rates[segment.spec.group]
         for offset, weights in self._weights.ranges(start, stop):
-            weights.addcmul_(grad[offset : offset + weights.numel()], inverse_rms, value=-rate)
+            weights.addcmul_(grad[offset : offset + weights.numel()], inverse, value=-rate)
 
     def _inverse(self, param: int) -> Tensor:
-        """What a move multiplies a gradient by: one over the usual root mean square, or three over its own if that is less."""
-        if param not in self._bounded:
-            inverse = self._inverse_rms[param]
+        """What a move multiplies a gradient by: one over the root of the mean square that takes it in."""
+        if param not in self._inverses:
+            mean = DECAY * self._means[param]
             if param in self._squares:
                 numel, squares = self._squares[param]
-                inverse = torch.minimum(inverse, squares.rsqrt() * (LARGEST * math.sqrt(numel) * self._loss_scale))
-            self._bounded[param] = inverse
-        return self._bounded[param]
+                mean = mean + squares * ((1 - DECAY) / (numel * self._loss_scale**2))
+            self._inverses[param] = mean.rsqrt()
+        return self._inverses[param]
 
     def observe(self, squares: Tensor, loss_scale: float) -> None:
         """After an applied step: sums of squares of its gradient over all ranks, fp32 `[parameters]` on the device."""

@@ -30,10 +30,6 @@ INTERIM_DECAY = 0.98
 """Of the moving average of squared gradients by which the device moves deferred weights."""
 
 
-INTERIM_LARGEST = 3.0
-"""Most that a gradient moves a matrix, in usual moves: clipping comes too late for them."""
-
-
 @dataclass
 class ParameterState:
     """All that is known of one parameter; tensors are `[rows, cols]` for a matrix, else in the parameter's own shape.
@@ -285,36 +281,30 @@ class ZenFlowReference:
     def _move(self, gradients: Mapping[str, Tensor], plan: StepPlan) -> None:
         """What the device itself does to deferred elements until the host's update arrives; no master sees it.
 
-        w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / max(rms, rms_now / 3), where rms is the root mean square over
-        the steps before, and rms_now that of this gradient.
+        w_device = w_device - 1.5 * (1 - beta1**delay) * lr * g / sqrt(0.98 * mean + 0.02 * now), where `mean` is the
+        mean square over the steps before, and `now` that of this gradient, of the rank's part.
         """
         for name, state in self.states.items():
             moved = ~state.selected
             if plan.lag == 0:  # what has just arrived knows this gradient
                 moved &= state.block != plan.block
-            state.visible[moved] -= self._move_rate(state, plan) * self._bounded(state, gradients[name])[moved]
+            state.visible[moved] -= self._move_of(state, gradients[name], plan)[moved]
 
-    def _bounded(self, state: ParameterState, gradient: Tensor) -> Tensor:
-        """The gradient, whose part on each rank is made smaller if its root mean square is above three times the usual one."""
-        largest = INTERIM_LARGEST * self._rms(state)
-        place, bounded = state.place.flatten(), gradient.flatten().clone()
-        starts = (place[1:] <= place[:-1]).nonzero().flatten() + 1  # where the shard of the next rank begins
-        for part in bounded.tensor_split(starts):
-            rms = math.sqrt(part.double().square().mean().item())
-            if rms > largest:
-                part *= largest / rms
-        return bounded.view(gradient.shape)
-
-    def _rms(self, state: ParameterState) -> float:
-        return math.sqrt(state.mean_square / (1 - INTERIM_DECAY**self._observed_steps))
-
-    def _move_rate(self, state: ParameterState, plan: StepPlan) -> float:
-        """What the device multiplies a gradient by: 0 for vectors, and for a matrix that never had a gradient."""
-        rms = self._rms(state)
-        if len(state.shape) < 2 or rms == 0:
-            return 0.0
+    def _move_of(self, state: ParameterState, gradient: Tensor, plan: StepPlan) -> Tensor:
+        """What the device subtracts: 0 for vectors, and for a matrix that never had a gradient."""
+        mean = state.mean_square / (1 - INTERIM_DECAY**self._observed_steps)
+        move = torch.zeros_like(gradient)
+        if len(state.shape) < 2 or mean == 0:
+            return move
         settings = self.groups[state.group]
-        return INTERIM_SCALE * (1 - settings["betas"][0] ** plan.delay_steps) * settings["lr"] / rms
+        rate = INTERIM_SCALE * (1 - settings["betas"][0] ** plan.delay_steps) * settings["lr"]
+        place = state.place.flatten()
+        starts = (place[1:] <= place[:-1]).nonzero().flatten() + 1  # where the shard of the next rank begins
+        parts = zip(gradient.flatten().tensor_split(starts), move.view(-1).tensor_split(starts), strict=True)
+        for part, moved in parts:
+            now = part.double().square().mean().item()
+            moved[:] = part * (rate / math.sqrt(INTERIM_DECAY * mean + (1 - INTERIM_DECAY) * now))
+        return move
 
     def _observe(self, gradients: Mapping[str, Tensor]) -> None:
         if self.schedule.interim:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -63,7 +65,7 @@ def test_bands_of_any_size_measure_pack_and_copy_the_same(
 
 @pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
 @pytest.mark.parametrize("band_numel", [3, 1000])
-def test_a_gradient_far_beyond_all_before_moves_weights_as_three_usual_ones(
+def test_a_gradient_is_part_of_the_mean_square_that_its_move_is_divided_by(
     band_numel: int, loss_scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "_CPU_BAND_NUMEL", band_numel)
@@ -78,7 +80,8 @@ def test_a_gradient_far_beyond_all_before_moves_weights_as_three_usual_ones(
     interim.begin([Hyper(1.0, 0.0, 0.0, 1e-8, 0.0, True)], loss_scale)
     for segment, size in zip(table.segments, (2.0, 1.0, 100.0), strict=True):
         inbox.receive(segment, torch.full((segment.numel,), size * loss_scale))
-    for start, stop, moved in ((0, 70, 3.0), (70, 74, 0.0), (74, 89, 4.5)):
+    moves = {size: 1.5 * size / math.sqrt(0.98 + 0.02 * size**2) for size in (2.0, 100.0)}
+    for start, stop, moved in ((0, 70, moves[2.0]), (70, 74, 0.0), (74, 89, moves[100.0])):
         assert flat[start:stop].tolist() == pytest.approx([-moved] * (stop - start))
 
 
