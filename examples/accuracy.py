@@ -169,30 +169,57 @@ def execute(wanted: Iterable[Run], path: Path, train: Callable[[Run], Result]) -
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = parser.add_subparsers(dest="part", required=True)
-    for name, size, unit, rates in (("pretrain", 400, "steps", [2e-3, 4e-3, 8e-3]), ("finetune", 1, "epochs", [5e-5])):
-        part = parts.add_parser(name)
-        part.add_argument("--seeds", type=int, default=3 if name == "pretrain" else 5)
-        part.add_argument("--rates", type=float, nargs="+", default=rates)
+    for name, size, unit, rates, what in (
+        ("pretrain", 400, "steps", [2e-3, 4e-3, 8e-3], "trains the quickstart's model from scratch"),
+        ("finetune", 1, "epochs", [5e-5], "fine-tunes a pretrained model on rated texts"),
+    ):
+        part = parts.add_parser(name, help=what)
+        seeds = 3 if name == "pretrain" else 5
         part.add_argument(
-            "--methods", nargs="+", choices=list(METHODS), default=["AdamW", "defaults", "U = 4"], metavar="METHOD"
+            "--seeds", type=count, default=seeds, metavar="N", help="how many, from 0 (default: %(default)s)"
         )
-        part.add_argument(f"--{unit}", dest="size", type=int, default=size)
-        part.add_argument("--output", type=Path, default=Path("accuracy"))
+        part.add_argument("--rates", type=float, nargs="+", default=rates, metavar="LR", help="default: %(default)s")
+        part.add_argument(
+            "--methods",
+            nargs="+",
+            choices=list(METHODS),
+            default=["AdamW", "defaults", "U = 4"],
+            metavar="METHOD",
+            help=f"of {', '.join(map(repr, METHODS))} (default: %(default)s)",
+        )
+        part.add_argument(f"--{unit}", dest="size", type=count, default=size, metavar="N", help="default: %(default)s")
+        part.add_argument(
+            "--output", type=Path, default=Path("accuracy"), metavar="FOLDER", help="default: %(default)s"
+        )
         if name == "finetune":
-            part.add_argument("--data", type=Path, required=True, help="folder of the tasks' files")
-            part.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    report = parts.add_parser("report")
-    report.add_argument("--output", type=Path, default=Path("accuracy"))
+            part.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="of the tasks' files")
+            part.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
+    report = parts.add_parser("report", help="writes tables and curves of what has been run")
+    report.add_argument("--output", type=Path, default=Path("accuracy"), metavar="FOLDER", help="default: %(default)s")
     report.add_argument("--curves", nargs="+", choices=list(METHODS), metavar="METHOD", help="draw these alone")
     return parser
 
 
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
 def main(words: list[str] | None = None) -> None:
-    given = arguments().parse_args(words)
+    parser = arguments()
+    given = parser.parse_args(words)
     path = given.output / "runs.jsonl"
     if given.part == "report":
         write_report(read(path), given.output, given.curves)
         return
+    for task in given.tasks if given.part == "finetune" else ():
+        if not (given.data / TASKS[task][0]).is_file():
+            parser.error(
+                f"--data must be a folder with {TASKS[task][0]}, got {str(given.data)!r}. Give another folder, or --tasks"
+                f" without {task}."
+            )
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     tasks = ["pretrain"] if given.part == "pretrain" else given.tasks

