@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
@@ -285,6 +284,7 @@ def load_pretrained(pretrained: str) -> tuple[Any, Any]:
         ValueError: There is no such folder, nor such a model that can be reached.
     """
     try:
+        from safetensors import SafetensorError
         from transformers import AutoModel, AutoTokenizer
 
         if pretrained == MINILM:
