@@ -84,7 +84,8 @@ class ZenFlowConfig:
 
     update_interval: int | Literal["auto"] = "auto"
     """Every deferred element is updated once in this many steps. `auto` begins with 4 and is tuned while training: the
-    smallest for which the host keeps up, 16 at most. Up to 8 no loss of accuracy was measured (`examples/accuracy.md`)."""
+    smallest for which the host keeps up, 16 at most. Up to 8 no loss of accuracy was measured, and with 16 only from scratch at
+    a rate above its best (`examples/accuracy.md`)."""
 
     stall_budget: float = 0.05
     """Share of a step, from above 0 to 1, that automatic intervals let the device wait for the host: half of it for blocks
