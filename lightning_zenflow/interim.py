@@ -66,7 +66,7 @@ class InterimStep:
         self._in_parts: set[int] = set()
         self._late: frozenset[int] = frozenset()
         self._knows_parts = False  # once a whole step of this process was seen
-        self._means: Sequence[Tensor] = ()  # of the steps before
+        self._means: Sequence[Tensor] = ()  # of the steps before, as far as they count in this one
         self._squares: dict[int, tuple[int, Tensor]] = {}  # elements and sum of squares of the gradient at hand
         self._inverses: dict[int, Tensor] = {}  # what a move multiplies by, once it is known
         self._loss_scale = 1.0
@@ -80,7 +80,7 @@ class InterimStep:
         self._inverses.clear()
         self._late = frozenset(self._in_parts if self._knows_parts else range(len(self._table.params)))
         if self.is_due:
-            means = self.mean_squares / (1 - DECAY**self.observed_steps)
+            means = DECAY * (self.mean_squares / (1 - DECAY**self.observed_steps))
             # A matrix without any gradient so far stays where it is.
             self._means = torch.where(means > 0, means, math.inf).unbind()
 
@@ -151,7 +151,7 @@ class InterimStep:
     def _inverse(self, param: int) -> Tensor:
         """What a move multiplies a gradient by: one over the root of the mean square that takes it in."""
         if param not in self._inverses:
-            mean = DECAY * self._means[param]
+            mean = self._means[param]
             if param in self._squares:
                 numel, squares = self._squares[param]
                 mean = mean + squares * ((1 - DECAY) / (numel * self._loss_scale**2))

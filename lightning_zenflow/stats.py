@@ -69,6 +69,9 @@ class Timeline:
         return spans
 
 
+_TIMES = ("begin_secs", "spans")
+
+
 @dataclass(frozen=True)
 class StepStats:
     """Figures of the last finished optimizer step of this rank.
@@ -133,9 +136,6 @@ class StepStats:
     def figures(self) -> dict[str, float | None]:
         """All fields but those that tell when something was."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TIMES}
-
-
-_TIMES = ("begin_secs", "spans")
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ def test_every_step_is_recorded_with_its_parts_and_when_they_happened(tmp_path: 
     for before, step in itertools.pairwise(steps):
         assert step["begin_secs"] >= before["begin_secs"] + before["step_secs"] - 1e-5, "a clock that only goes forward"
         device = [span for span in step["spans"] if span[0] == "device"]
+        computing = min(start for _, name, start, _ in device if name == "forward and backward")
+        assert computing == pytest.approx(step["begin_secs"], abs=2e-6)
         waited = sum(secs for _, name, _, secs in device if name == "wait for host")
         assert waited == pytest.approx(step["update_stall_secs"], abs=1e-5)
         inside = [span for span in device if span[1] not in ("wait for host", "settle")]  # which is between steps
