@@ -55,6 +55,10 @@ def _wait_until(holds: Callable[[], bool], secs: float = GRACE_SECS) -> bool:
     return True
 
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where tests must leave nothing behind."""
+
+
 # -- guards ------------------------------------------------------------------------------------------------------------
 
 
@@ -164,11 +168,10 @@ def _in_use_elsewhere(path: Path) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_shared_memory_left() -> Iterator[None]:
-    shm = Path("/dev/shm")
-    before = set(shm.iterdir())
+    before = set(SHARED_MEMORY.iterdir())
 
     def left() -> list[Path]:
-        return [path for path in set(shm.iterdir()) - before if not _in_use_elsewhere(path)]
+        return [path for path in set(SHARED_MEMORY.iterdir()) - before if not _in_use_elsewhere(path)]
 
     yield
     if not _wait_until(lambda: not left()):
